@@ -166,5 +166,7 @@ def load_each_entry_point(
     for name, options_of_name in options.items():
         selected = bundle.select(name)
         with named_errors(selected.location):
-            pipelines[name] = load_pipeline(selected, options_of_name, types, limits, shared)
+            pipelines[name] = pipeline = load_pipeline(selected, options_of_name, types, limits, shared)
+        if len(options) > 1:
+            pipeline.executor.versions.refusal = "its entry points share weights: load the bundle of the new version"
     return EntryPointPipelines(bundle, pipelines)

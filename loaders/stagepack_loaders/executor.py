@@ -152,6 +152,11 @@ class Executor(ABC):
             StagepackError: the version cannot be loaded; the one that runs is left as it is.
         """
 
+    @property
+    @abstractmethod
+    def kept(self) -> StageVersion | None:
+        """The version before the newest, if it is kept in memory."""
+
     @abstractmethod
     def reset_state(self) -> None:
         """Set the state of the stages themselves to their content at loading."""
@@ -301,6 +306,11 @@ class LocalExecutor(Executor):
     def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
         """See `Executor`."""
         return self.versions.update(source, report)
+
+    @property
+    def kept(self) -> StageVersion | None:
+        """See `Executor`."""
+        return self.versions.kept
 
     def reset_state(self) -> None:
         """See `Executor`."""

@@ -41,6 +41,8 @@ class LocalVersions:
             staged = self.stage(source, report)
             with report.part("switch"):
                 previous = self.switch(staged)
+            if any(driver.has_state for driver in staged.stages.values()):
+                report.pause = report.switch
             self.kept = previous if source.keeps_previous else None
             return previous
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Self
 
-from stagepack.errors import OptionError, named_errors
+from stagepack.errors import OptionError, UpdateError, named_errors
 from stagepack.extensions import pipeline_method
 from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
@@ -288,6 +288,27 @@ class CallablePipeline(ABC):
             torch.Size([2, 384])
         """
         return pipeline_method("encode")(self, sentences, prompt_name, prompt, batch_size)
+
+    def rollback(self, *, keep_previous: bool = False) -> UpdateReport:
+        """Go back to the version before the last update, which was called with ``keep_previous``: its weights are in memory.
+
+        Args:
+            keep_previous: keep the version that runs now, to go forward to it again.
+
+        Returns:
+            The names of the versions, and how long each part took.
+
+        Raises:
+            UpdateError: no version is kept, as after a start of lost processes: update to the bundle of the version.
+        """
+        if (kept := self.executor.kept) is None:
+            raise UpdateError(
+                f"{self.bundle.location}: no version before is kept: update with keep_previous=True, or update to its bundle"
+            )
+        report = UpdateReport(version=kept.name, previous="")
+        update = UpdateSource(bundle=kept.bundle.stored, name=kept.name, keeps_previous=keep_previous)
+        report.previous = self.executor.update(update, report).name
+        return report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.

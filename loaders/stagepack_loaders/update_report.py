@@ -19,7 +19,9 @@ class UpdateReport:
         fetch: downloads.
         verify: reading and comparing weight files with their digests.
         stage: making the new stages beside those that run.
-        switch: the moment in which the pipeline has taken the new version; no call waits for it.
+        switch: the moment in which the pipeline has taken the new version.
+        pause: how long a call has waited for it at most: of those that write buffers without a sequence, while these passed on. No other
+            call waits.
     """
 
     version: str
@@ -28,11 +30,18 @@ class UpdateReport:
     verify: float = 0.0
     stage: float = 0.0
     switch: float = 0.0
+    pause: float = 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
         """The time of each part."""
-        return {"fetch": self.fetch, "verify": self.verify, "stage": self.stage, "switch": self.switch}
+        return {
+            "fetch": self.fetch,
+            "verify": self.verify,
+            "stage": self.stage,
+            "switch": self.switch,
+            "pause": self.pause,
+        }
 
     @contextlib.contextmanager
     def part(self, name: UpdatePart) -> Iterator[None]:

@@ -105,25 +105,28 @@ def command(options: ServeOptions) -> None:
 
 def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ModelRegistry") -> "ModelControl":
     """Return what loads the bundles of the command line."""
-    from stagepack_serving.server import model_control as control  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server import bundle_listings  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server.model_control import ModelControl  # noqa: PLC0415 - the same
     from stagepack_serving.server.model_loading import BundleLoading  # noqa: PLC0415 - the same
 
     def trace(pipeline: "CallablePipeline", closing: ExitStack) -> None:
         if options.trace_file is not None:
             trace_until_closed(pipeline, options.trace_file, closing, quiet=options.as_json)
 
-    for folder in [] if options.repository is None else control.misnamed_folders(options.repository):
+    for folder in [] if options.repository is None else bundle_listings.misnamed_folders(options.repository):
         _LOGGER.warning("%s: not served: a name has letters, digits and _.- alone", folder)
-    return control.ModelControl(
+    return ModelControl(
         models,
-        control.fixed_bundles(bundle_paths)
+        bundle_listings.fixed_bundles(bundle_paths)
         if options.repository is None
-        else functools.partial(control.repository_bundles, options.repository),
+        else functools.partial(bundle_listings.repository_bundles, options.repository),
         BundleLoading(options.bundle_options(), models, trace),
         mode=options.control_mode,
         version_policy=options.version_policy,
         poll_seconds=options.poll_seconds,
         trusted_files=given_trusted_files() or (),
+        update_folder=options.watch_deltas or options.update_folder,
+        watches_updates=options.watch_deltas is not None,
     )
 
 

@@ -97,6 +97,17 @@ class ServeOptions:
         type=Number(0.1, 86_400),
         default=15,
     )
+    update_folder: Path | None = flag(
+        "--update-folder FOLDER",
+        "Folder of deltas, and of bundles with the same graphs, that the weights of models may be updated to while they answer. With "
+        "--model-control explicit, clients ask for that by their names ('update'). FOLDER/NAME is the folder of one model.",
+        default_text="none",
+    )
+    watch_deltas: Path | None = flag(
+        "--watch-deltas FOLDER",
+        "As --update-folder; and a delta on the bundle that a model runs is taken as soon as it is in FOLDER.",
+        default_text="none",
+    )
     version_policy: VersionPolicy = only_with(
         flag(
             "--version-policy POLICY",
@@ -284,6 +295,8 @@ def bundle_paths_by_name(bundle_arguments: Iterable[str]) -> dict[str, str]:
 
 def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> None:
     """Refuse bundles beside a model repository, neither of them, and options of a mode of control that is not chosen."""
+    if options.update_folder and options.watch_deltas:
+        raise click.UsageError("--update-folder and --watch-deltas exclude each other: give one folder")
     if not bundle_paths and options.repository is None:
         raise click.UsageError("Missing argument '[NAME=]BUNDLE...', or the option --model-repository.")
     if bundle_paths and options.repository is not None:

@@ -14,11 +14,12 @@ from tritonclient.grpc import service_pb2 as pb
 import stagepack
 from stagepack.errors import StagepackError
 from stagepack_serving.server import grpc_messages, rest_request
+from stagepack_serving.server.bundle_listings import fixed_bundles
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.grpc_service import GrpcService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.model_control import ModelControl, fixed_bundles
+from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.rest_service import rest_application
 from stagepack_serving.server.served_model import ServedModel

@@ -17,10 +17,11 @@ import torch
 import stagepack
 from stagepack.errors import InputError
 from stagepack_serving.server import free_memory
+from stagepack_serving.server.bundle_listings import fixed_bundles
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.model_control import ModelControl, fixed_bundles
+from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 from tests.modules import module_of
 from tests.process_facts import child_processes, memory_bytes

@@ -8,11 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+from stagepack_serving.server.bundle_listings import fixed_bundles
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.model_control import ModelControl, fixed_bundles
+from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.rest_service import rest_application
 from tests.serve.servers import Client, get, post, refused

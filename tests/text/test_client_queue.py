@@ -109,13 +109,14 @@ class GatedDecoder:
 
     def __init__(self) -> None:
         self.limits, self.metrics = ServerLimits(max_batch_size=1, max_sequences=1), Metrics()
+        self.weights = object()
         self.admission = Admission(self.name, 256, 2)
         self.prompts: list[int] = []
         self.sequence_count = self.abandoned_count = 0
         self.may_answer = asyncio.Semaphore(0)
 
     @contextlib.asynccontextmanager
-    async def reserve_sequence(self) -> AsyncIterator[None]:
+    async def reserve_sequence(self, weights: object) -> AsyncIterator[None]:
         self.sequence_count += 1
         try:
             yield

@@ -151,10 +151,11 @@ class SteadyDecoder:
 
     def __init__(self) -> None:
         self.limits, self.metrics = ServerLimits(max_batch_size=ROWS), Metrics()
+        self.weights = object()
         self.admission = Admission(self.name, 256, ROWS + 1)
 
     @contextlib.asynccontextmanager
-    async def reserve_sequence(self) -> AsyncIterator[None]:
+    async def reserve_sequence(self, weights: object) -> AsyncIterator[None]:
         yield
 
     async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any) -> Any:

@@ -176,6 +176,11 @@ class ProcessExecutor(Executor):
             self._versions.kept = previous if source.keeps_previous else None
             return previous
 
+    @property
+    def kept(self) -> StageVersion | None:
+        """See `Executor`."""
+        return self._versions.kept
+
     def _end_versions(self) -> None:
         """Have the processes free the versions that nothing refers to."""
         with suppress(StagepackError):

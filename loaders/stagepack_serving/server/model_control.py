@@ -7,29 +7,24 @@ model_repository.md.
 
 import asyncio
 import logging
-import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, Protocol
 
 from stagepack.errors import InputError, StagepackError
-from stagepack.format.threads import start_in_thread
+from stagepack_serving.server.bundle_listings import BundleListing, folder_state
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
+from stagepack_serving.server.event_loop_threads import run_in_thread
 from stagepack_serving.server.free_memory import EndedVersions
 from stagepack_serving.server.limits import VersionPolicy
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 from stagepack_serving.server.security import file_state
+from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.weight_updates import WeightUpdates
 
 ControlMode = Literal["none", "explicit", "poll"]
-Result = TypeVar("Result")
-# Returns the paths or URLs of the bundles that are there now, by the names and versions of models. Clients choose among the names, and
-# never a path. It raises InputError if they cannot be read.
-BundleListing = Callable[[], Mapping[str, Mapping[int, str]]]
-_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
-_VERSION: Final = re.compile("[1-9][0-9]{0,17}", re.ASCII)
 _LOGGER: Final = logging.getLogger("stagepack.serve")
 _WATCH_SECONDS: Final = 0.2
 # A version without requests may still run one that nobody waits for any more.
@@ -59,7 +54,13 @@ class BundleLoader(Protocol):
 
 
 class ModelControl:
-    """The bundles of a server, loaded or not. All methods are called in the thread of its event loop."""
+    """The bundles of a server, loaded or not. All methods are called in the thread of its event loop.
+
+    Attributes:
+        models: the models of loaded bundles.
+        changing: held while a bundle is loaded or weights are updated.
+        updates: updates the weights of models.
+    """
 
     def __init__(
         self,
@@ -71,6 +72,8 @@ class ModelControl:
         version_policy: VersionPolicy = VersionPolicy(newest_count=1),  # noqa: B008 - frozen
         poll_seconds: float = 15.0,
         trusted_files: Sequence[str] = (),
+        update_folder: Path | None = None,
+        watches_updates: bool = False,
     ) -> None:
         self.models = models
         self._source = source
@@ -88,7 +91,8 @@ class ModelControl:
         self._closing: set[asyncio.Task[None]] = set()
         self._ended_versions = EndedVersions()
         # One bundle is loaded at a time: two need more memory, and the second would take as much longer.
-        self._changing = asyncio.Lock()
+        self.changing = asyncio.Lock()
+        self.updates = WeightUpdates(self, update_folder, watches=watches_updates)
 
     def load_at_start(
         self, model_names: Sequence[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
@@ -126,10 +130,14 @@ class ModelControl:
         except StagepackError as error:
             raise BadRequestError(f"{model_name}: not loaded: {error}") from error
 
+    def models_of_bundle(self, model: ServedModel) -> Sequence[ServedModel]:
+        """Return the models of the bundle that a model is of."""
+        return next(bundle.models for bundle in self._all_bundles() if model in bundle.models)
+
     async def unload(self, model_name: str) -> None:
         """Send no new requests to a model. Requests and sequences that it has begun go on."""
         self.check_changes_allowed()
-        async with self._changing:
+        async with self.changing:
             if model_name not in self._loaded:
                 raise RequestError(RequestStatus.NOT_FOUND, f"no model {model_name!r} is loaded")
             self._unload(model_name)
@@ -157,7 +165,7 @@ class ModelControl:
         if self._mode == "explicit":
             known_names = self._loaded.keys() | {name for name, _ in self._states}
             try:
-                paths_by_name = await _run_in_thread(self._source)
+                paths_by_name = await run_in_thread(self._source)
             except InputError as error:
                 raise RequestError(RequestStatus.MODEL_FAILED, str(error)) from error
             entries += [(name, "", "UNAVAILABLE", "not loaded") for name in paths_by_name if name not in known_names]
@@ -171,6 +179,7 @@ class ModelControl:
         """Close the versions that have finished, and poll the source where the mode says so, until the task is cancelled."""
         async with asyncio.TaskGroup() as watching:
             watching.create_task(self._close_finished())
+            watching.create_task(self.updates.watch())
             if self._mode == "poll":
                 watching.create_task(self._poll_source())
 
@@ -192,7 +201,7 @@ class ModelControl:
 
     async def _end_version(self, bundle: LoadedBundle) -> None:
         """End the threads and processes of a version that has finished."""
-        await _run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
+        await run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
         _LOGGER.info("%s: version %d is closed", bundle.models[0].name, bundle.version)
         self._ended_versions.add()
 
@@ -215,7 +224,7 @@ class ModelControl:
         """Finish the queued calls of all models, and end their threads, for which it waits so many seconds, and processes."""
         end_time = time.monotonic() + seconds
         is_closed = all([bundle.close(max(0.0, end_time - time.monotonic())) for bundle in self._all_bundles()])
-        return is_closed and not self._closing and not self._changing.locked()
+        return is_closed and not self._closing and not self.changing.locked()
 
     def end_processes(self) -> None:
         """End the processes of all loaded bundles, also of those that could not be closed."""
@@ -235,8 +244,8 @@ class ModelControl:
 
     async def _load(self, model_name: str) -> None:
         """Load the newest versions of a model; then retire the others, unless one of the newest was refused."""
-        async with self._changing:
-            paths = self._chosen_versions(model_name, await _run_in_thread(self._source))
+        async with self.changing:
+            paths = self._chosen_versions(model_name, await run_in_thread(self._source))
             await self._await_free_memory()
             for version in [version for name, version in self._states if name == model_name]:
                 del self._states[model_name, version]
@@ -260,7 +269,7 @@ class ModelControl:
         digest = None if loaded is None else loaded.digest
         self._states[model_name, version] = ("LOADING", "")
         try:
-            bundle = await _run_in_thread(partial(self._load_bundle, model_name, version, path, unless_digest=digest))
+            bundle = await run_in_thread(partial(self._load_bundle, model_name, version, path, unless_digest=digest))
             if bundle is not None:
                 self._check_names(model_name, bundle)
         except Exception as error:
@@ -324,7 +333,7 @@ class ModelControl:
     async def _poll(self) -> None:
         """Load and unload what has changed in the source."""
         try:
-            states = await _run_in_thread(self._source_states)
+            states = await run_in_thread(self._source_states)
         except StagepackError as error:
             _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
             return
@@ -337,7 +346,7 @@ class ModelControl:
                 # The log has the error of a refused version already.
                 _LOGGER.debug("%s: %s", model_name, error)
         for model_name in self._loaded.keys() - states.keys():
-            async with self._changing:
+            async with self.changing:
                 self._unload(model_name)
 
     def _source_states(self) -> Mapping[str, object]:
@@ -348,51 +357,3 @@ class ModelControl:
             for model_name, paths in self._source().items()
             if paths
         }
-
-
-async def _run_in_thread(function: Callable[[], Result]) -> Result:
-    """Run a function in a thread of its own, which does not keep the process alive when the server stops."""
-    return await asyncio.wrap_future(start_in_thread(function, "bundle"))
-
-
-def fixed_bundles(paths: Mapping[str, str]) -> BundleListing:
-    """The bundles of a command line: each is version 1 of its model."""
-    return lambda: {model_name: {1: path} for model_name, path in paths.items()}
-
-
-def repository_bundles(folder: Path) -> Mapping[str, Mapping[int, str]]:
-    """The bundles in a folder with a folder for each model, which has a bundle for each version: ``tower/1/manifest.json``.
-
-    Entries whose names are no names of models or numbers of versions are left out.
-    """
-    try:
-        return {
-            model.name: {
-                int(version.name): version.path
-                for version in os.scandir(model.path)
-                if _VERSION.fullmatch(version.name) and version.is_dir()
-            }
-            for model in sorted(os.scandir(folder), key=lambda entry: entry.name)
-            if _MODEL_NAME.fullmatch(model.name) and model.is_dir()
-        }
-    except OSError as error:
-        raise InputError(f"{error.filename}: the model repository cannot be read: {error.strerror}") from None
-
-
-def misnamed_folders(folder: Path) -> list[str]:
-    """The paths of folders of a repository that are left out for their names; hidden ones are meant to be."""
-    return sorted(str(path) for path in folder.glob("[!.]*/") if not _MODEL_NAME.fullmatch(path.name))
-
-
-def folder_state(path: str) -> object:
-    """A value that changes when a file in a folder changes."""
-    folder = path if os.path.isdir(path) else path.partition("#")[0]
-    try:
-        return sorted(
-            (os.path.join(parent, file_name), status.st_ino, status.st_size, status.st_mtime_ns)
-            for parent, _, file_names in os.walk(folder)
-            for file_name in file_names
-            for status in [os.stat(os.path.join(parent, file_name))]
-        )
-    except OSError:
-        return None

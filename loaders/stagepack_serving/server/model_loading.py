@@ -75,7 +75,7 @@ class PipelineLoading:
         with ExitStack() as closing:
             models = _served_models(pipelines, self._models, closing, check_example=False)
             closing.pop_all()
-        return LoadedBundle(version=version, digest=loaded.bundle.digest, models=models, end_processes=lambda: None)
+        return LoadedBundle(version=version, models=models, end_processes=lambda: None)
 
 
 class BundleLoading:
@@ -107,11 +107,13 @@ class BundleLoading:
             pipelines = self._load_pipelines(model_name, bundle, closing)
             if pipelines is None:
                 return None
+            for pipeline in pipelines.values():
+                pipeline.trusted_signers = options.trusted_files
             models = _served_models(
                 pipelines, self._models, closing, version=str(version), check_example=options.check_example
             )
             end_processes = closing.pop_all().close
-        return LoadedBundle(version=version, digest=bundle.digest, models=models, end_processes=end_processes)
+        return LoadedBundle(version=version, models=models, end_processes=end_processes)
 
     def _freeze_libraries(self, bundles: Iterable[Bundle]) -> None:
         """Import the libraries of the runtimes, and let the garbage collector look only at what is made after them.

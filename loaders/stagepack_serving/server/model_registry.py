@@ -33,9 +33,13 @@ class LoadedBundle:
     """A version of a model, or of several models if the bundle has several entry points."""
 
     version: int
-    digest: str
     models: Sequence["ServedModel"]
     end_processes: Callable[[], None]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the bundle of its newest weights."""
+        return self.models[0].bundle.digest
 
     def close(self, seconds: float) -> bool:
         """Finish the queued calls and end the threads, for which it waits so many seconds; then end the processes."""

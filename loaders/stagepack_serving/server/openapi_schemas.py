@@ -61,6 +61,26 @@ class InferenceAnswer(Answer):
     parameters: dict[str, Any] = {}
 
 
+class UpdateSeconds(Answer):
+    """How long the parts of an update took, in seconds."""
+
+    fetch: float
+    verify: float
+    stage: float
+    switch: float
+    pause: float
+
+
+class UpdateAnswer(Answer):
+    """The weights that a model has taken, and those before."""
+
+    model_name: str
+    model_version: str
+    weight_version: str
+    previous: str
+    seconds: UpdateSeconds
+
+
 class IndexEntry(Answer):
     """A version of a model in the repository."""
 

@@ -31,6 +31,7 @@ from stagepack_serving.server.rest_inference import InferenceRoute
 from stagepack_serving.server.rest_pages import PagePace, SharedPage, metrics_page
 from stagepack_serving.server.rest_request import RequestHeader, read_fields, requested_model
 from stagepack_serving.server.security import TokenCheck, TokenGuard
+from stagepack_serving.server.weight_updates import UpdateRequest
 
 _PATHS: Final = {
     "protocol": "/v2",
@@ -205,6 +206,10 @@ def _repository_endpoints(control: ModelControl, pace: PagePace) -> list[Endpoin
         await control.unload(request.path_params["model"])
         return JSONResponse({})
 
+    async def update(request: Request) -> Response:
+        fields = await read_fields(request, UpdateRequest)
+        return JSONResponse(await control.updates.update(request.path_params["model"], fields.parameters))
+
     path, entries, nothing = "/v2/repository", list[answers.IndexEntry], dict[str, Any]
     return [
         Endpoint(
@@ -217,6 +222,14 @@ def _repository_endpoints(control: ModelControl, pace: PagePace) -> list[Endpoin
             nothing,
             LoadRequest,
             (400, 403, 404, 500),
+        ),
+        Endpoint(
+            f"{path}/models/{{model}}/update",
+            "Update the weights of a model while it answers",
+            update,
+            answers.UpdateAnswer,
+            UpdateRequest,
+            (400, 403, 404, 503),
         ),
         Endpoint(f"{path}/models/{{model}}/unload", "Unload a model", unload, nothing, UnloadRequest, (400, 403, 404)),
     ]

@@ -18,7 +18,6 @@ from stagepack_loaders.decoders import check_token_slots, decoder_facts
 from stagepack_loaders.elements import Array
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
 from stagepack_loaders.pipeline import CallablePipeline
-from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.versions import StageVersion
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.admission import Admission
@@ -81,6 +80,7 @@ class ServedModel:
     Attributes:
         name: the name that clients use.
         version: the number of the version, as clients write it.
+        pipeline: the loaded bundle.
         interface: its inputs and outputs.
         devices: the devices of its stages, each once.
         max_batch_size: the largest batch that requests are joined to; 1 if each request runs alone.
@@ -117,7 +117,7 @@ class ServedModel:
         self.limits = limits
         self._limit = pipeline.limit
         self.metrics = metrics
-        self._pipeline = pipeline  # its processes end with it
+        self.pipeline = pipeline  # its processes end with it
         self.max_batch_size, self.unbatched_reason = self._try_out(pipeline, check_example=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
         stage_seconds = [
@@ -163,18 +163,12 @@ class ServedModel:
     @property
     def bundle(self) -> Bundle:
         """The bundle of the newest weights."""
-        return self._pipeline.bundle
+        return self.pipeline.bundle
 
     @property
     def weights(self) -> StageVersion:
         """The newest version of the weights."""
         return self._executor.version
-
-    def update(self, source: Bundle, version: str | None, *, keep_previous: bool) -> UpdateReport:
-        """Take other weights, while requests go on; see `CallablePipeline.update`. It takes its time: call it in a thread."""
-        report = self._pipeline.update(source, version=version, keep_previous=keep_previous)
-        self.metrics.record_update(self.name, self.version, report.seconds)
-        return report
 
     @property
     def sequence_count(self) -> int:
@@ -322,7 +316,7 @@ class ServedModel:
         if self._sequences is not None:
             self._sequences.clear()
         has_ended = self._scheduler.close(seconds)
-        if has_ended and self._executor is not self._pipeline.executor:
+        if has_ended and self._executor is not self.pipeline.executor:
             self._executor.close()
         return has_ended
 

@@ -25,6 +25,7 @@ from stagepack.errors import OptionError, StageLostError
 from stagepack_loaders.entry_points import EntryPointPipelines
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.python_process import kept_signal_handlers
+from stagepack_serving.server.bundle_listings import fixed_bundles
 from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.free_memory import give_back_when_quiet
 from stagepack_serving.server.grpc_calls import CheckedMethods, GrpcLoop
@@ -39,7 +40,7 @@ from stagepack_serving.server.http_server import (
 )
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.model_control import ModelControl, fixed_bundles
+from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.model_loading import PipelineLoading
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.rest_service import operator_application, rest_application
