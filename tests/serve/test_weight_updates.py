@@ -1,0 +1,187 @@
+"""The weights of a model are updated while a server answers: by a request, and from a folder; each answer names its version."""
+
+import itertools
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import tritonclient.grpc as triton_grpc
+
+import stagepack
+from tests.serve.local_server import LocalServer, local_server
+from tests.serve.servers import AnyServer, Client, post, stagepack_server
+from tests.serve.version_models import X, count, export_counter, export_scale
+from tests.waiting import wait_until
+
+UPDATE = "/v2/repository/models/scale/update"
+
+
+class Steps(NamedTuple):
+    """Versions of a model whose answers say which one it is: the folders of the first bundle, and of updates from it."""
+
+    bundle: Path
+    updates: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    bundles = [export_scale(folder / f"{factor:.0f}.stagepack", factor) for factor in (1.0, 2.0, 3.0, 4.0)]
+    for number, (old, new) in enumerate(itertools.pairwise(bundles), 2):
+        stagepack.delta(old, new, out=folder / f"step-{number}", version=f"step {number}")
+    return folder
+
+
+@pytest.fixture
+def steps(made: Path, tmp_path: Path) -> Steps:
+    updates = tmp_path / "updates"
+    updates.mkdir()
+    for name in ("step-2", "step-3", "4.stagepack"):
+        shutil.copytree(made / name, updates / name)
+    return Steps(made / "1.stagepack", updates)
+
+
+@pytest.fixture
+def server(steps: Steps) -> Iterator[LocalServer]:
+    options = ("--update-folder", str(steps.updates), "--model-control", "explicit")
+    with local_server([f"scale={steps.bundle}"], *options) as server:
+        yield server
+
+
+def update(server: AnyServer, **parameters: Any) -> tuple[int, Any]:
+    status, answer, _ = post(server.http, UPDATE, json.dumps({"parameters": parameters}))
+    return status, answer
+
+
+def ask(server: AnyServer) -> tuple[float, str]:
+    """The factor of an answer, and the version that its body and its header name."""
+    body = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": [1.0] * 6}]}
+    status, answer, headers = post(server.http, "/v2/models/scale/infer", json.dumps(body))
+    assert status == 200, answer
+    version = answer["parameters"]["weight_version"]
+    assert headers["x-model-version"] == version
+    return answer["outputs"][0]["data"][0], version
+
+
+def test_clients_update_and_roll_back_by_names(server: LocalServer, steps: Steps) -> None:
+    digest = stagepack.open(steps.bundle).digest
+    assert ask(server) == (1.0, digest)
+    status, answer = update(server, source="step-2")
+    assert status == 200, answer
+    assert set(answer.pop("seconds")) == {"fetch", "verify", "stage", "switch", "pause"}
+    assert answer == {"model_name": "scale", "model_version": "1", "weight_version": "step 2", "previous": digest}
+    assert ask(server) == (2.0, "step 2")
+    assert update(server, source="step-3", keep_previous=True, weight_version="third é")[0] == 200
+    body = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": [1.0] * 6}]}
+    _, answer, headers = post(server.http, "/v2/models/scale/infer", json.dumps(body))
+    assert (answer["parameters"]["weight_version"], headers["x-model-version"]) == ("third é", "third %C3%A9")
+    assert update(server, rollback=True)[1]["weight_version"] == "step 2"
+    assert ask(server) == (2.0, "step 2")
+    assert update(server, rollback=True)[0] == 400
+    assert update(server, source="4.stagepack", weight_version="whole")[0] == 200
+    assert ask(server) == (4.0, "whole")
+    scraped = server.http.get("/metrics").text
+    assert 'stagepack_update_seconds{model="scale",part="stage",version="1"}' in scraped
+    digest = stagepack.open(steps.updates / "4.stagepack").digest
+    assert f'stagepack_model_info{{digest="{digest}",model="scale",version="1"}} 1.0' in scraped
+
+
+def test_answers_over_grpc_name_their_version(server: LocalServer) -> None:
+    update(server, source="step-2")
+    with Client("grpc", server) as client:
+        inputs = triton_grpc.InferInput("x", [2, 3], "FP32")
+        inputs.set_data_from_numpy(numpy.asarray(X))
+        answer = client.raw.infer("scale", [inputs])
+        assert answer.as_numpy("y")[0, 0] == 2
+        assert answer.get_response().parameters["weight_version"].string_param == "step 2"
+
+
+def test_what_the_operator_does_not_permit_is_refused(server: LocalServer, steps: Steps, made: Path) -> None:
+    shutil.copytree(made / "step-4", steps.updates / "step-4")
+    (steps.updates / "empty").mkdir()
+    outside = os.path.relpath(made / "step-2", steps.updates)
+    for source in (str(made / "step-2"), outside, "..", ".", "step-2/../step-2", "empty", "other", "", "https://x/y"):
+        status, answer = update(server, source=source)
+        assert (status, "no version" in answer["error"]) == (404, True), (source, answer)
+    status, answer = update(server, source="step-4")
+    assert (status, "expected a delta on the bundle that runs" in answer["error"]) == (400, True)
+    for parameters in ({}, {"source": "step-2", "rollback": True}, {"source": 3}, {"path": "step-2"}):
+        assert update(server, **parameters)[0] == 400
+    assert update(server, source="step-2", weight_version="a\nb")[0] == 400
+    assert (
+        post(server.http, "/v2/repository/models/other/update", json.dumps({"parameters": {"source": "step-2"}}))[0]
+        == 404
+    )
+    assert ask(server)[0] == 1.0
+    for options in ((), ("--update-folder", str(steps.updates))):
+        with local_server([f"scale={steps.bundle}"], *options) as other:
+            status, answer = update(other, source="step-2")
+            assert (status, "--model-control explicit" in answer["error"]) == (403, True)
+    with local_server([f"scale={steps.bundle}"], "--model-control", "explicit") as other:
+        status, answer = update(other, source="step-2")
+        assert (status, "--update-folder" in answer["error"]) == (403, True)
+
+
+def test_deltas_are_taken_as_they_appear_in_the_order_of_their_bases(steps: Steps, made: Path) -> None:
+    late = steps.updates / "step-3"
+    held = late.rename(steps.updates.parent / "held")
+    (steps.updates / "a-damaged").mkdir()
+    shutil.copy(made / "step-2" / "manifest.json", steps.updates / "a-damaged")
+    with local_server([f"scale={steps.bundle}"], "--watch-deltas", str(steps.updates)) as server:
+        wait_until(lambda: ask(server) == (2.0, "step 2"))
+        shutil.copytree(made / "step-4", steps.updates / "0-last")
+        held.rename(late)
+        wait_until(lambda: ask(server) == (4.0, "step 4"))
+
+
+def test_no_request_fails_while_weights_are_updated(server: LocalServer) -> None:
+    expected = {"step 2": 2.0, "step 3": 3.0}
+    has_ended, answers = threading.Event(), list[tuple[float, str]]()
+
+    def call() -> None:
+        while not has_ended.is_set():
+            answers.append(ask(server))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    update(server, source="step-2")
+    for thread in threads:
+        thread.start()
+    for number in range(10):
+        if number % 2:
+            assert update(server, rollback=True)[0] == 200
+        else:
+            assert update(server, source="step-3", keep_previous=True)[0] == 200
+    has_ended.set()
+    for thread in threads:
+        thread.join()
+    assert answers
+    assert all(expected[version] == factor for factor, version in answers)
+
+
+def test_sequences_finish_on_their_version(tmp_path: Path) -> None:
+    for step in (1.0, 10.0):
+        export_counter(tmp_path / f"{step}.stagepack", step)
+    updates = tmp_path / "updates"
+    shutil.copytree(tmp_path / "10.0.stagepack", updates / "ten")
+    options = ("--update-folder", str(updates), "--model-control", "explicit")
+    with local_server([f"scale={tmp_path / '1.0.stagepack'}"], *options) as server, Client("http", server) as client:
+        assert count(client, "scale", 1, sequence_start=True) == 1
+        assert update(server, source="ten")[0] == 200
+        assert count(client, "scale", 1) == 2
+        assert count(client, "scale", 2, sequence_start=True) == 10
+        assert count(client, "scale", 1, sequence_end=True) == 3
+        assert count(client, "scale", 1, sequence_start=True) == 10
+
+
+@pytest.mark.process
+def test_a_server_over_processes_is_updated(steps: Steps) -> None:
+    options = ("--processes", "1", "--update-folder", str(steps.updates), "--model-control", "explicit")
+    with stagepack_server([f"scale={steps.bundle}"], *options) as server:
+        assert update(server, source="step-2")[0] == 200
+        assert ask(server) == (2.0, "step 2")
