@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from stagepack.format.chunk_reads import ByteProgress, Fill
+from blake3 import blake3
+
+from stagepack.format.chunk_reads import ByteProgress, Fill, fill_in_pieces
 from stagepack.format.chunks import CHUNK_BYTES, File, chunk_digest, file_entry
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version
 from stagepack.format.threads import usable_cpu_count
@@ -38,9 +40,9 @@ class FilledRange:
     size: int
 
 
-# Bytes of a call of write. Linux takes as much memory at once for its page cache as a call writes, and it finds small pieces faster: 2 GB
-# were written to ext4 in 0.9 s by calls of 256 KiB, in 4.4 s by calls of 1 MiB, and in 5.5 s by calls of 16 MiB.
-_WRITE_BYTES: Final = 2**18
+# Bytes of a call of write. Linux takes as much memory at once for its page cache as a call writes, up to its largest folio, and searches
+# for it where memory is in small pieces: on such a machine, 0.5 GB took 0.4 s of the kernel by calls of 32 KiB, and 1.1 s by calls of 256 KiB.
+_WRITE_BYTES: Final = 2**15
 
 # A part of the content of a file.
 Piece = bytes | memoryview | FileRange | FilledRange
@@ -147,6 +149,8 @@ def _divided(piece: Piece, size: int) -> tuple[Piece, Piece]:
 
 def _write_chunk(descriptor: int, start: int, chunk: list[Piece], buffers: _Buffers) -> str:
     """Write a chunk from a position of the file on; return its digest."""
+    if len(chunk) == 1 and isinstance(chunk[0], FilledRange):
+        return _write_filled(descriptor, start, chunk[0], buffers.view)
     if len(chunk) == 1 and not isinstance(chunk[0], FileRange | FilledRange):
         content = memoryview(chunk[0])
     else:
@@ -162,10 +166,25 @@ def _write_chunk(descriptor: int, start: int, chunk: list[Piece], buffers: _Buff
         content = buffers.view[:end]
     digest = chunk_digest(content)
     write_at(descriptor, content, start)
+    _begin_writing_back(descriptor, start, len(content))
+    return digest
+
+
+def _write_filled(descriptor: int, start: int, piece: FilledRange, buffer: memoryview) -> str:
+    """Fill, hash and write a chunk in parts that stay in the cache of the core."""
+    hasher = blake3()
+    for part in fill_in_pieces(piece.fill, piece.start, buffer[: piece.size]):
+        hasher.update(part)
+        write_at(descriptor, part, start)
+        start += len(part)
+    _begin_writing_back(descriptor, start - piece.size, piece.size)
+    return hasher.hexdigest()
+
+
+def _begin_writing_back(descriptor: int, start: int, byte_count: int) -> None:
     # Linux begins to write these pages to disk now, while others are hashed, and not when the file is synchronized: measured for 2 GB,
     # 1.1 s in place of 1.7 s. It keeps them in memory, since they are not on disk yet.
-    os.posix_fadvise(descriptor, start, len(content), os.POSIX_FADV_DONTNEED)
-    return digest
+    os.posix_fadvise(descriptor, start, byte_count, os.POSIX_FADV_DONTNEED)
 
 
 def _read_range(piece: FileRange, buffer: memoryview) -> None:
