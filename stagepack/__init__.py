@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.cli.report_page import write_report as report
     from stagepack.deltas.delta import Delta as Delta
-    from stagepack.deltas.delta import open_delta as open_delta
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.opening import open_bundle as open
+    from stagepack.opening import open_delta as open_delta
     from stagepack.opening import verify_bundle as verify
     from stagepack.partition.cut_options import PolicyNode as PolicyNode
     from stagepack.partition.cut_options import read_plan as read_plan
@@ -61,7 +61,7 @@ _HOMES = {
     "load": ("stagepack_loaders.load", "load"),
     "load_entry_points": ("stagepack_loaders.entry_points", "load_entry_points"),
     "load_stage": ("stagepack_loaders.load_stage", "load_stage"),
-    "open_delta": ("stagepack.deltas.delta", "open_delta"),
+    "open_delta": ("stagepack.opening", "open_delta"),
     "open": ("stagepack.opening", "open_bundle"),
     "plan": ("stagepack.roads.plan", "plan_model"),
     "read_plan": ("stagepack.partition.cut_options", "read_plan"),

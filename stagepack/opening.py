@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
+from stagepack.deltas.delta import Delta, open_listed
 from stagepack.errors import NotABundleError, OptionError, named_errors
 from stagepack.extras import explain_missing_packages
 from stagepack.format.chunk_reads import ByteProgress
@@ -16,11 +17,10 @@ from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, rule_error
 from stagepack.remote.url import BundleUrl, is_url, split_entry_point
 
 if TYPE_CHECKING:
-    from stagepack.deltas.delta import Delta
     from stagepack.signing.verification import VerifiedSignature
 
 # The folder of a delta, or an opened one.
-DeltaSource: TypeAlias = "str | os.PathLike[str] | Delta"
+DeltaSource: TypeAlias = str | os.PathLike[str] | Delta
 
 # The folder of a bundle, its URL, or an opened bundle.
 BundleSource = str | os.PathLike[str] | Bundle
@@ -111,6 +111,11 @@ def open_bundle(
         raise OptionError(f"expected the path or the URL of a bundle, found {type(source).__name__}")
     location, name = split_entry_point(source)
     bundle = _open_location(location, digest, storage_options)
+    if not isinstance(bundle, Bundle):
+        raise NotABundleError(
+            f"{bundle.location}: expected a bundle, found a delta: apply it to its base (stagepack apply), or load the base with it "
+            "(deltas=, --delta)"
+        )
     if require_signature is not None:
         _verify_signature(bundle, require_signature)
     return with_deltas(bundle if name is None else bundle.select(name), deltas, require_signature)
@@ -120,22 +125,49 @@ def with_deltas(
     bundle: Bundle, deltas: Sequence[DeltaSource], require_signature: TrustedSigners | None = None
 ) -> Bundle:
     """Return the bundle that deltas make of another one; each of them must have the signature that is required."""
-    if not deltas:
-        return bundle
-    from stagepack.deltas.delta import open_delta  # noqa: PLC0415 - numpy and zstandard, which opening a bundle does not need
-    from stagepack.deltas.patches import check_is_sequence, patched_bundle  # noqa: PLC0415 - the same
-
-    check_is_sequence(deltas)
+    if isinstance(deltas, str | os.PathLike | Delta):
+        raise OptionError(f"deltas: expected a sequence of deltas, found {deltas!r}: write [{deltas!r}]")
     opened_deltas = [open_delta(delta) for delta in deltas]
+    if not opened_deltas:
+        return bundle
+    from stagepack.deltas.patches import patched_bundle  # noqa: PLC0415 - numpy and zstandard, which opening a bundle does not need
+
     if require_signature is not None:
         for delta in opened_deltas:
             _verify_signature(delta, require_signature)
     return patched_bundle(bundle, opened_deltas)
 
 
+def open_delta(
+    source: DeltaSource, *, digest: str | None = None, storage_options: Mapping[str, Any] | None = None
+) -> Delta:
+    """Open a delta in a folder or at a URL. Only its document is read; needs no torch.
+
+    Args:
+        source: the folder of the delta, its URL (see `stagepack.open`), or an opened delta.
+        digest: the digest that the delta must have.
+        storage_options: see `stagepack.open`.
+
+    Returns:
+        The opened delta.
+
+    Raises:
+        NotABundleError: there is no delta.
+        RemoteError, VersionError, DigestError, FormatError, OptionError, WriteError: see `stagepack.open`.
+
+    Examples:
+        >>> delta = stagepack.open_delta("step-12.delta")
+        >>> delta.version, delta.changed_tensors("stage-0.safetensors")
+    """
+    opened = source if isinstance(source, Delta) else _open_location(source, digest, storage_options)
+    if not isinstance(opened, Delta):
+        raise NotABundleError(f"{opened.location}: expected a delta, found a bundle: make one of it (stagepack delta)")
+    return opened
+
+
 def _open_location(
     source: str | os.PathLike[str], digest: str | None, storage_options: Mapping[str, Any] | None
-) -> Bundle:
+) -> Bundle | Delta:
     if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
         raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest[:80]!r}")
     if isinstance(source, str) and is_url(source):
@@ -149,7 +181,7 @@ def _open_location(
         raise OptionError(f"storage_options: only a URL has them, found the path {os.fspath(source)!r}")
     else:
         try:
-            bundle = Bundle(source)
+            bundle = open_listed(source)
         except NotABundleError:
             # A repository in the cache of the Hugging Face Hub has a bundle in each of its snapshots.
             if not (manifest_paths := sorted(Path(source).glob(f"snapshots/*/{MANIFEST_NAME}"))):
@@ -176,9 +208,20 @@ def opened(
     return with_deltas(bundle, deltas, require_signature)
 
 
+def opened_listed(source: BundleSource | Delta, *, digest: str | None = None) -> Bundle | Delta:
+    """Return a bundle, at an entry point or not, or a delta; it may be opened already."""
+    if isinstance(source, Bundle | Delta):
+        return source
+    location, name = split_entry_point(source)
+    listed = _open_location(location, digest, None)
+    return listed.select(name) if name is not None and isinstance(listed, Bundle) else listed
+
+
 def opened_folder(bundle: BundleSource, content: str) -> Bundle:
     """Return a bundle that `content`, such as "assets", is written into: refuse one that is at a URL."""
     bundle = opened(bundle)
+    if bundle.patches is not None:
+        raise OptionError(f"{bundle.location}: is composed of deltas: write it first (stagepack apply)")
     if bundle.source is not None:
         raise OptionError(
             f"{bundle.location}: {content} are written into the bundle: download it first (stagepack pull), and give its folder"
@@ -188,7 +231,7 @@ def opened_folder(bundle: BundleSource, content: str) -> Bundle:
 
 @errors_name_bundle
 def verify_bundle(
-    bundle: BundleSource,
+    bundle: BundleSource | Delta,
     *,
     require_signature: TrustedSigners | None = None,
     strict: bool = False,
@@ -197,7 +240,8 @@ def verify_bundle(
     """Check the digest of every file and every rule of the format, and the signature if it is required. Reads the whole bundle.
 
     Args:
-        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
+        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle; or a delta, of which everything is checked
+            that needs no base.
         require_signature: see `stagepack.open`.
         strict: refuse files that the manifest does not list; otherwise they are left alone, as nothing reads them.
         progress: called by several threads with the number of bytes that were compared with their digests.
@@ -214,7 +258,7 @@ def verify_bundle(
     Example:
         >>> stagepack.verify("m.stagepack", require_signature="signer.pub")
     """
-    opened_bundle = opened(bundle)
+    opened_bundle = opened_listed(bundle)
     signature = None if require_signature is None else _verify_signature(opened_bundle, require_signature)
     opened_bundle.verify(progress, strict=strict)
     return signature

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from stagepack.cli.command import BundleType, argument, option_object, subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table
 from stagepack.cli.shared_flags import JSON
-from stagepack.opening import open_bundle
+from stagepack.deltas.delta import Delta
+from stagepack.opening import open_bundle, opened_listed, with_deltas
 
 # Rows of the table of weights; --json has all.
 _SHOWN_WEIGHTS = 40
@@ -23,16 +24,19 @@ class _Options:
     "diff", examples=["stagepack diff net.stagepack tuned.stagepack", "stagepack diff a.stagepack b.stagepack --json"]
 )
 def command(options: _Options) -> None:
-    """Show what differs between two bundles.
+    """Show what differs between two bundles, or what a delta changes.
 
     Compared are the graph of the whole model, whatever its cut, the weights by name, the cut, and the other files. Bundles of one digest
-    are equal; otherwise the weights are read whose files differ. A#NAME and B#NAME compare one entry point of each. Needs no torch.
+    are equal; otherwise the weights are read whose files differ. A#NAME and B#NAME compare one entry point of each. B may be a delta on A,
+    which is compared with the bundle that it makes of it. Needs no torch.
 
     The exit status is 0 if the bundles are equal, and 1 if they differ.
     """
     from stagepack.roads.compare import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
 
-    differences = compare_bundles(open_bundle(options.first_path), open_bundle(options.second_path))
+    first = open_bundle(options.first_path)
+    second = opened_listed(options.second_path)
+    differences = compare_bundles(first, with_deltas(first, [second]) if isinstance(second, Delta) else second)
     if options.as_json:
         facts = {
             "equal": not differences,

@@ -7,9 +7,11 @@ import click
 
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, permission_line, print_bundle
 from stagepack.cli.command import flag, only_with, option_object, subcommand
+from stagepack.cli.delta_facts import delta_facts, print_delta
 from stagepack.cli.graph_listing import graph_lines
 from stagepack.cli.output import print_json, print_line, print_table
-from stagepack.cli.shared_flags import JSON, BundleOptions, check_stage_number, open_argument
+from stagepack.cli.shared_flags import DELTAS, JSON, BundleOptions, check_stage_number, open_listed_argument
+from stagepack.deltas.delta import Delta
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.operators import needed_permissions
@@ -24,6 +26,7 @@ from stagepack.graph.subsequences import Repeat
 
 @option_object
 class _Options(BundleOptions):
+    delta_paths: tuple[str, ...] = DELTAS
     stage_number: int | None = flag(
         "--stage N", "Show the nodes and weights of stage N, counted from 0.", default_text="all"
     )
@@ -41,13 +44,16 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Show the stages, edges and nodes of a bundle.
+    """Show the stages, edges and nodes of a bundle, or what a delta changes.
 
-    Reads the manifest and the graphs, but never the weights. Needs no torch.
+    Reads the manifest and the graphs, but never the weights. Needs no torch. BUNDLE may be a delta of 'stagepack delta'.
     """
     if options.as_code and options.as_json:
         raise click.UsageError("--graph and --json cannot be used together")
-    bundle = open_argument(options.bundle_path)
+    bundle = open_listed_argument(options.bundle_path)
+    if isinstance(bundle, Delta):
+        _show_delta(bundle, options)
+        return
     stage_number = options.stage_number
     if stage_number is not None:
         check_stage_number(stage_number, bundle)
@@ -68,6 +74,15 @@ def command(options: _Options) -> None:
         for entry_point, batching in _batching_facts(bundle).items():
             subject = f"batching of {entry_point}" if len(bundle.entry_points) > 1 else "batching"
             print_line(f"{subject}: {_batching_line(batching)}")
+
+
+def _show_delta(delta: Delta, options: _Options) -> None:
+    if options.as_code or options.stage_number is not None:
+        raise click.UsageError("--stage and --graph are for bundles: inspect the base with --delta")
+    if options.as_json:
+        print_json(delta_facts(delta))
+    else:
+        print_delta(delta)
 
 
 def _batching_facts(bundle: Bundle) -> dict[str, dict[str, str | None]]:

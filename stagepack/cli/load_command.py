@@ -30,6 +30,7 @@ from stagepack.cli.run_tracing import print_trace, trace_requests
 from stagepack.cli.shared_flags import (
     ALLOW_OPS,
     ATOL,
+    DELTAS,
     IMPORTS,
     JSON,
     RTOL,
@@ -72,6 +73,7 @@ class _Options(BundleOptions):
     stage_number: int | None = flag(
         "--stage N", "Load only stage N, counted from 0, and run nothing.", default_text="all"
     )
+    delta_paths: tuple[str, ...] = DELTAS
     devices: tuple[str, ...] = DEVICES
     placement: PlacementOptions = PLACEMENT
     inputs_file: Path | None = INPUTS_FILE

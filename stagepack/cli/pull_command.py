@@ -1,13 +1,16 @@
 """`stagepack pull`."""
 
 import time
+from typing import Any
 
 import click
 
 from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import OutputFolderType, argument, flag, option_object, subcommand
+from stagepack.cli.delta_facts import delta_facts, print_delta
 from stagepack.cli.output import print_json, print_line
 from stagepack.cli.shared_flags import DIGEST, JSON
+from stagepack.deltas.delta import Delta
 from stagepack.extras import explain_missing_packages
 from stagepack.remote.url import BundleUrl, is_url
 
@@ -29,7 +32,7 @@ class _Options:
     ],
 )
 def command(options: _Options) -> None:
-    """Download a bundle into a folder.
+    """Download a bundle or a delta into a folder.
 
     URL is https://HOST/FOLDER, s3://BUCKET/FOLDER, hf://ORGANIZATION/NAME or one of another file system of fsspec. All files come, and the
     signature if there is one; each chunk is compared with its digest. If the download is interrupted, the same command goes on where it
@@ -44,9 +47,18 @@ def command(options: _Options) -> None:
     start_time = time.perf_counter()
     bundle, is_new = pull(BundleUrl.parse(options.url), options.out, digest=options.digest, overwrite=options.overwrite)
     seconds = time.perf_counter() - start_time
-    if options.as_json:
-        print_json(bundle_facts(bundle) | {"seconds": round(seconds, 3), "downloaded": is_new})
-    elif is_new:
-        print_written(bundle, options.out, seconds)
-    else:
+    if not is_new and not options.as_json:
         print_line(f"{options.out}: is there already, undamaged: sha256 {bundle.digest}")
+    elif isinstance(bundle, Delta):
+        _report_delta(bundle, options, {"seconds": round(seconds, 3), "downloaded": is_new})
+    elif options.as_json:
+        print_json(bundle_facts(bundle) | {"seconds": round(seconds, 3), "downloaded": is_new})
+    else:
+        print_written(bundle, options.out, seconds)
+
+
+def _report_delta(delta: Delta, options: _Options, facts: dict[str, Any]) -> None:
+    if options.as_json:
+        print_json(delta_facts(delta) | facts)
+    else:
+        print_delta(delta)

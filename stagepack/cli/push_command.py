@@ -4,7 +4,7 @@ import click
 
 from stagepack.cli.command import argument, flag, option_object, subcommand
 from stagepack.cli.output import print_json, print_line
-from stagepack.cli.shared_flags import JSON, BundleOptions, open_argument, refuse_url
+from stagepack.cli.shared_flags import JSON, BundleOptions, open_listed_argument, refuse_url
 from stagepack.extras import explain_missing_packages
 from stagepack.remote.url import HUB_SCHEME, BundleUrl, is_url
 
@@ -22,7 +22,7 @@ class _Options(BundleOptions):
     examples=["stagepack push net.stagepack hf://org/name", "stagepack push net.stagepack hf://org/name --private"],
 )
 def command(options: _Options) -> None:
-    """Upload a bundle to the Hugging Face Hub.
+    """Upload a bundle or a delta to the Hugging Face Hub.
 
     URL is hf://ORGANIZATION/NAME, with @BRANCH if it is not the main branch, and with a folder if the bundle is not to be the root of the
     repository. The bundle is verified first, and uploaded in one commit. Files of an older bundle are removed; all others stay. A
@@ -30,7 +30,7 @@ def command(options: _Options) -> None:
     """
     if not is_url(options.url) or BundleUrl.parse(options.url).scheme != HUB_SCHEME:
         raise click.UsageError(f"URL: expected hf://ORGANIZATION/NAME, found {options.url!r}")
-    bundle = open_argument(options.bundle_path)
+    bundle = open_listed_argument(options.bundle_path)
     refuse_url(options.bundle_path, "expected a bundle on this machine")
     with explain_missing_packages("remote"):
         from stagepack.remote.push import push  # noqa: PLC0415 - huggingface_hub is optional

@@ -25,10 +25,11 @@ from stagepack.cli.command import (
     option_object,
 )
 from stagepack.cli.failures import Failure, fail
+from stagepack.deltas.delta import Delta
 from stagepack.extras import require_extras
 from stagepack.format import limits
 from stagepack.format.reader import Bundle
-from stagepack.opening import open_bundle
+from stagepack.opening import open_bundle, opened_listed
 from stagepack.remote.url import BundleUrl, is_url, split_entry_point
 from stagepack_loaders.options import LoadOptions, ProcessOptions
 
@@ -105,6 +106,14 @@ SIGNATURE = flag(
 )
 
 
+DELTAS = flag(
+    "--delta STEP",
+    "Take the bundle that this delta makes of it; nothing is written. Repeatable: each is on the result of the one before.",
+    default_text="none",
+    type=BundleType(),
+)
+
+
 @option_object
 class BundleOptions:
     """The bundle that a command reads."""
@@ -115,8 +124,23 @@ class BundleOptions:
 
 def open_argument(bundle_path: str, *extras: str) -> Bundle:
     """Open the bundle at a path or URL of the command line."""
-    require_packages([bundle_path], *extras)
-    return open_bundle(bundle_path, digest=given_digest(), require_signature=given_trusted_files())
+    deltas = given_deltas()
+    require_packages([bundle_path, *deltas], *extras)
+    return open_bundle(bundle_path, digest=given_digest(), require_signature=given_trusted_files(), deltas=deltas)
+
+
+def open_listed_argument(path: str, *extras: str) -> Bundle | Delta:
+    """Open the bundle or the delta at a path or URL of the command line."""
+    if given_deltas() or given_trusted_files():
+        return open_argument(path, *extras)
+    require_packages([path], *extras)
+    return opened_listed(path, digest=given_digest())
+
+
+def given_deltas() -> tuple[str, ...]:
+    """Return the values of `--delta`, if it is on the command line."""
+    deltas: tuple[str, ...] = click.get_current_context().params.get("delta_paths") or ()
+    return deltas
 
 
 def require_packages(bundle_paths: Iterable[str], *extras: str) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stagepack.cli.command import flag, only_with, option_object, subcommand
 from stagepack.cli.output import counted_progress, print_json, print_line
-from stagepack.cli.shared_flags import JSON, BundleOptions, open_argument, refuse_url
+from stagepack.cli.shared_flags import JSON, BundleOptions, open_listed_argument, refuse_url
 from stagepack.extras import explain_missing_packages
 from stagepack.format.rules import SIGNATURE_NAME
 
@@ -39,18 +39,18 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Sign a bundle.
+    """Sign a bundle or a delta.
 
     All files are compared with their digests and all rules are checked. Then a signature over all files is written into the bundle, as
     model.sig, by the model signing of OpenSSF: 'model_signing verify key' and 'model_signing verify certificate' verify it too. Every
     change of the bundle makes it invalid. 'stagepack verify --require-signature' verifies it, and so do 'load' and 'serve'.
     """
     refuse_url(options.bundle_path, "a signature is written into the folder")
-    bundle = open_argument(options.bundle_path)
+    bundle = open_listed_argument(options.bundle_path)
     with explain_missing_packages("sign"):
         from stagepack.signing.sign import sign_bundle  # noqa: PLC0415 - model_signing is optional
 
-    with counted_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
+    with counted_progress("verifying the bundle", sum(file.size for file in bundle.listed)) as count_bytes:
         sign_bundle(
             bundle,
             key=options.key,

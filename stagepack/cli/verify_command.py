@@ -2,12 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import PathType, flag, only_with, option_object, subcommand
 from stagepack.cli.failures import Failure
 from stagepack.cli.output import counted_progress, finite, print_json, print_line, progress
 from stagepack.cli.run_options import RUNTIMES, runtime_name_of_each_stage
-from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, IMPORTS, JSON, RTOL, BundleOptions, open_argument
+from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, DELTAS, IMPORTS, JSON, RTOL, BundleOptions, open_listed_argument
+from stagepack.deltas.delta import Delta
 from stagepack.errors import FormatError, SignatureError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 @option_object
 class _Options(BundleOptions):
+    delta_paths: tuple[str, ...] = DELTAS
     with_run: bool = flag("--run", "Also load the bundle and replay its example.")
     signers: tuple[str, ...] = flag(
         "--require-signature PEM",
@@ -48,7 +52,7 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Check a bundle against its digests and the format rules.
+    """Check a bundle or a delta against its digests and the format rules.
 
     Every file must have the digest that the manifest lists, and every graph must follow the rules of the format. Needs no torch
     without --run, and does not check rule G16 then: whether the operators return what the graphs state. 'load' checks it.
@@ -65,7 +69,7 @@ def command(options: _Options) -> None:
     bundle, signature = _verified_bundle(options, facts)
     unlisted_files = bundle.unlisted_files()
     difference: Difference | None = None
-    if options.with_run:
+    if options.with_run and isinstance(bundle, Bundle):
         with progress("replaying the example"):
             difference = combine_differences(_replay(selected, options) for selected in each_entry_point(bundle))
     if options.as_json:
@@ -86,7 +90,7 @@ def command(options: _Options) -> None:
             print_line(f"signature{signer}: verified with {signature.trusted_file}")
         if difference is not None:
             print_line(f"replayed the example: largest difference {format_difference(difference.largest)}")
-    if difference is not None:
+    if difference is not None and isinstance(bundle, Bundle):
         check_example_difference(bundle, difference, cure="--rtol and --atol allow a difference")
 
 
@@ -103,11 +107,13 @@ def _replay(bundle: Bundle, options: _Options) -> Difference:
     return replay_example(pipeline, Tolerance(options.rtol, options.atol))
 
 
-def _verified_bundle(options: _Options, facts: dict[str, Any]) -> "tuple[Bundle, VerifiedSignature | None]":
+def _verified_bundle(options: _Options, facts: dict[str, Any]) -> "tuple[Bundle | Delta, VerifiedSignature | None]":
     """Open a bundle and verify it; with `--json`, `facts` are printed with the problems if there are any."""
     try:
-        bundle = open_argument(options.bundle_path)
-        with counted_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
+        bundle = open_listed_argument(options.bundle_path)
+        if options.with_run and isinstance(bundle, Delta):
+            raise click.UsageError("--run is for bundles: verify the base with --delta")
+        with counted_progress("verifying the bundle", sum(file.size for file in bundle.listed)) as count_bytes:
             signers = [*options.signers, *options.older_names] or None
             signature = verify_bundle(bundle, require_signature=signers, strict=options.strict, progress=count_bytes)
     except FormatError as error:

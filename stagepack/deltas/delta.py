@@ -16,6 +16,8 @@ from stagepack.format.file_source import FileSource
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import parse_document, parse_manifest
+from stagepack.format.own_folders import document_format, folder_format
+from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, raise_problems, rule_error
 
 
@@ -47,6 +49,11 @@ class Delta(ListedFiles):
         """The folder or URL, the version, and the bundles."""
         version = f"version {self.version!r}, " if self.version else ""
         return f"<Delta {self.location!r}, {version}from {self.base[:12]} to {self.result[:12]}>"
+
+    @property
+    def document_format(self) -> str:
+        """See `ListedFiles`."""
+        return self.document.format
 
     @property
     def listed(self) -> Sequence[File]:
@@ -115,6 +122,10 @@ class Delta(ListedFiles):
         """
         raise_problems([*self.digest_problems(self.listed, progress), *(self.unlisted_problems() if strict else ())])
         _ = self.result_manifest
+        from stagepack.deltas.changed_bytes import ChangedBytes  # noqa: PLC0415 - numpy, which opening a delta does not need
+
+        for changed in self.document.changed:
+            ChangedBytes(self, changed).check()
 
 
 def parse_delta_document(content: bytes, location: str) -> DeltaDocument:
@@ -136,19 +147,15 @@ def _size_problems(document: DeltaDocument, manifest: Manifest) -> list[Problem]
     return problems
 
 
-def open_delta(path: str | os.PathLike[str] | Delta) -> Delta:
-    """Open a delta in a folder.
+def open_listed(path: str | os.PathLike[str], *, source: FileSource | None = None) -> Bundle | Delta:
+    """Open what a folder has: a delta, or else a bundle."""
+    if folder_format(Path(path)) == DELTA_FORMAT:
+        return Delta(path, source=source)
+    return Bundle(path, source=source)
 
-    Args:
-        path: the folder of the delta, or an opened one.
 
-    Returns:
-        The opened delta. Only its document is read.
-
-    Raises:
-        NotABundleError, VersionError, DigestError, FormatError: see `Delta`.
-
-    Examples:
-        >>> stagepack.open_delta("step-12.delta").changed_tensors("stage-0.safetensors")
-    """
-    return path if isinstance(path, Delta) else Delta(Path(path))
+def parse_listed(content: bytes, location: str) -> Manifest | DeltaDocument:
+    """Decode and check the document of a delta, or else of a bundle."""
+    if document_format(content) == DELTA_FORMAT:
+        return parse_delta_document(content, location)
+    return parse_manifest(content, location)

@@ -19,7 +19,15 @@ BLOCK_BYTES: Final = 2 * 2**20
 WIDTHS: Final = (1, 2, 4, 8)
 WEIGHT_VERSION_CHARACTERS: Final = 256
 
+# A gap of this many unchanged elements and more is this byte, and then the remaining gap.
+GAP_ESCAPE: Final = 255
+
 Code = Literal["sparse", "dense", "whole"]
+
+
+def gap_bytes(count: int, elements: int) -> int:
+    """Return the largest number of bytes of the gaps of `count` changed elements among `elements`."""
+    return count + elements // GAP_ESCAPE
 
 
 class Part(Struct, frozen=True, array_like=True):

@@ -1,24 +1,16 @@
 """A bundle and a chain of deltas -> the files of the last result, composed in memory; nothing is written."""
 
-import bisect
 import copy
-import itertools
 import os
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy
-
-from stagepack.deltas.codes import Array, CodeError, decode_planes, decode_sparse, element_dtype
-from stagepack.deltas.delta import Delta, open_delta
+from stagepack.deltas.changed_bytes import ChangedBytes
+from stagepack.deltas.delta import Delta
 from stagepack.deltas.document import ChangedFile, Part
 from stagepack.errors import OptionError, Problem
 from stagepack.format.chunks import File
-from stagepack.format.file_checks import open_plain_file
 from stagepack.format.file_source import FilePatch
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error
@@ -27,17 +19,16 @@ from stagepack.format.rules import raise_problems, rule_error
 MOST_DELTAS: Final = 64
 
 
-def patched_bundle(bundle: Bundle, deltas: Sequence[str | os.PathLike[str] | Delta]) -> Bundle:
+def patched_bundle(bundle: Bundle, deltas: Sequence[Delta]) -> Bundle:
     """Return the bundle that deltas make of another one. Its files are composed when they are read; nothing is written.
 
     deltas: the deltas in their order, each on the result of the one before; none for the bundle itself.
     """
-    check_is_sequence(deltas)
     if not deltas:
         return bundle
     if bundle.patches is not None or bundle.stored is not bundle:
         raise OptionError(f"{bundle.location}: deltas: expected a bundle as it was opened: give all deltas in one call")
-    patches = ComposedFiles(bundle, [open_delta(delta) for delta in deltas])
+    patches = ComposedFiles(bundle, deltas)
     patched = copy.copy(bundle)
     for derived in ("files", "_facts"):
         patched.__dict__.pop(derived, None)
@@ -46,12 +37,6 @@ def patched_bundle(bundle: Bundle, deltas: Sequence[str | os.PathLike[str] | Del
     entry_points = patched.entry_points
     patched.selected = entry_points[0] if len(entry_points) == 1 else None
     return patched if bundle.selected is None or patched.selected else patched.select(bundle.selected.name)
-
-
-def check_is_sequence(deltas: object) -> None:
-    """Refuse one delta in the place of a sequence of them."""
-    if isinstance(deltas, str | os.PathLike | Delta):
-        raise OptionError(f"deltas: expected a sequence of deltas, found {deltas!r}: write [{deltas!r}]")
 
 
 def check_chain(base: str, deltas: Sequence[Delta]) -> None:
@@ -150,7 +135,7 @@ def _follow(base_files: Mapping[str, File], deltas: Sequence[Delta]) -> dict[str
         for entry in delta.result_manifest.files:
             former, changed = composed.get(entry.name), delta.changed_files.get(entry.name)
             if changed is not None:
-                step = _Step(delta, changed)
+                step = ChangedBytes(delta, changed)
                 size = 0 if former is None else former.entry.size
                 if (message := _base_problem(changed, size, entry.size)) is not None:
                     problems.append(Problem(rule="Y9", where=f"{delta.location}: {entry.name}", message=message))
@@ -194,94 +179,9 @@ class ComposedFile:
 
     entry: File
     origin: File | None
-    steps: tuple["_Step", ...]
+    steps: tuple[ChangedBytes, ...]
 
     def apply(self, start: int, memory: memoryview) -> None:
         """See `FilePatch`."""
         for step in self.steps:
             step.apply(start, memory)
-
-
-@dataclass(eq=False)
-class _Step:
-    """What one delta changes in a file."""
-
-    delta: Delta
-    changed: ChangedFile
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [part.start for part in self.changed.parts]
-
-    @cached_property
-    def _frame_starts(self) -> list[int]:
-        """The position of the frames of each part in the data file."""
-        return list(itertools.accumulate((sum(part.frames) for part in self.changed.parts), initial=0))
-
-    @cached_property
-    def _descriptor(self) -> int:
-        # Open as long as the files are composed: also when the folder of the delta is removed meanwhile.
-        file = open_plain_file(self.delta.path, self.delta.files[self.changed.data])
-        weakref.finalize(self, file.close)
-        return file.fileno()
-
-    def apply(self, start: int, memory: memoryview) -> None:
-        """Change bytes of the file, from `start` on."""
-        end = start + len(memory)
-        first = max(0, bisect.bisect_right(self._starts, start) - 1)
-        for index in range(first, len(self._starts)):
-            part = self.changed.parts[index]
-            if part.start >= end:
-                break
-            if part.end > start:
-                try:
-                    self._apply_part(index, part, start, memory)
-                except CodeError as error:
-                    location = f"{self.delta.location}: {self.changed.data}"
-                    raise rule_error(
-                        "Y10", location, f"the part at {part.start} of {self.changed.name}: {error}"
-                    ) from None
-
-    def _apply_part(self, index: int, part: Part, start: int, memory: memoryview) -> None:
-        """Change the bytes of a part that are in memory, which begins at `start` in the file."""
-        frames = list(self._read_frames(index, part))
-        elements, dtype = part.size // part.width, element_dtype(part.width)
-        first, last = max(part.start, start), min(part.end, start + len(memory))
-        target = memory[first - start : last - start]
-        is_inside = (first, last) == (part.start, part.end)
-        if part.code == "sparse":
-            positions, values = decode_sparse(frames, part.count, elements, part.width)
-            if is_inside:
-                numpy.frombuffer(target, dtype)[positions] ^= values
-                return
-            changes = numpy.zeros(elements, dtype)
-            changes[positions] = values
-        else:
-            changes = decode_planes(frames, elements, part.width)
-        if not is_inside:
-            dtype = numpy.dtype(numpy.uint8)
-            changes = changes.view(dtype)[first - part.start : last - part.start]
-        _combine(numpy.frombuffer(target, dtype), changes, is_whole=part.code == "whole")
-
-    def _read_frames(self, index: int, part: Part) -> Iterator[memoryview]:
-        """Read the frames of a part. Their size was compared with that of the data file when the document was checked."""
-        with self._lock:
-            descriptor = self._descriptor
-        frame_start, byte_count = self._frame_starts[index], sum(part.frames)
-        content = memoryview(os.pread(descriptor, byte_count, frame_start))
-        if len(content) != byte_count:
-            raise rule_error(
-                "D1", f"{self.delta.location}: {self.changed.data}", "the file was cut short while it was read"
-            )
-        position = 0
-        for size in part.frames:
-            yield content[position : position + size]
-            position += size
-
-
-def _combine(target: Array, changes: Array, *, is_whole: bool) -> None:
-    if is_whole:
-        target[:] = changes
-    else:
-        numpy.bitwise_xor(target, changes, out=target)

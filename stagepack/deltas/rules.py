@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Final
 
-from stagepack.deltas.codes import gap_bytes
 from stagepack.deltas.document import (
     BLOCK_BYTES,
     RESULT_NAME,
@@ -14,6 +13,7 @@ from stagepack.deltas.document import (
     ChangedFile,
     DeltaDocument,
     Part,
+    gap_bytes,
 )
 from stagepack.errors import Problem
 from stagepack.format import limits

@@ -70,6 +70,11 @@ class BundleFiles(ListedFiles):
         self.manifest = read_manifest(self.path)
 
     @property
+    def document_format(self) -> str:
+        """See `ListedFiles`."""
+        return self.manifest.format
+
+    @property
     def listed(self) -> Sequence[File]:
         """See `ListedFiles`."""
         return self.manifest.files

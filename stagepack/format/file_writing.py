@@ -40,8 +40,8 @@ class FilledRange:
     size: int
 
 
-# Bytes of a call of write. Linux takes as much memory at once for its page cache as a call writes, up to its largest folio, and searches
-# for it where memory is in small pieces: on such a machine, 0.5 GB took 0.4 s of the kernel by calls of 32 KiB, and 1.1 s by calls of 256 KiB.
+# Bytes of a call of write. Linux takes as much memory at once for its page cache as a call writes, up to its largest folio. Where memory is
+# in small pieces, it searches long: 0.5 GB took 0.4 s of the kernel by calls of 32 KiB, and 1.1 s by calls of 256 KiB.
 _WRITE_BYTES: Final = 2**15
 
 # A part of the content of a file.

@@ -41,6 +41,11 @@ class ListedFiles(ABC):
 
     @property
     @abstractmethod
+    def document_format(self) -> str:
+        """The format that the document states."""
+
+    @property
+    @abstractmethod
     def listed(self) -> Sequence[File]:
         """The entries of the files."""
 

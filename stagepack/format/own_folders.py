@@ -32,9 +32,14 @@ def folder_format(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         if manifest_path.is_file():
             with manifest_path.open("rb") as file:
-                found = _MANIFEST_START.match(file.read(4096))
-                return None if found is None else found[1].decode()
+                return document_format(file.read(4096))
     return None
+
+
+def document_format(content: bytes) -> str | None:
+    """The format that a document states in its first field; None if it is none of stagepack."""
+    found = _MANIFEST_START.match(content)
+    return None if found is None else found[1].decode()
 
 
 def check_replaceable(path: Path, document_format: str = BUNDLE_FORMAT) -> None:

@@ -232,7 +232,9 @@ class BundleWriter:
         self._check_output(self._out, overwrite=self._overwrite, absorbed_names=self._absorbed_names)
         if replaced_digest is not None:
             _check_digest(self._out, replaced_digest)
-        was_signed = os.path.lexists(self._out / SIGNATURE_NAME)
+        loses_signature = os.path.lexists(self._out / SIGNATURE_NAME) and not os.path.lexists(
+            self.folder / SIGNATURE_NAME
+        )
         # Without `overwrite`, an output that appears at this moment is not replaced: the system refuses to rename over it.
         if self._overwrite and os.path.lexists(self._out):
             replace_folder(self._temporary_folder, self._out, self._replaced_folder)
@@ -240,7 +242,7 @@ class BundleWriter:
             os.rename(self._temporary_folder, self._out)
         self._is_renamed = True
         synchronize(self._out.parent)
-        if was_signed:
+        if loses_signature:
             message = f"{self._out}: the bundle was signed, and is not any more, because it has changed: sign it again (stagepack sign)"
             warn_caller(ExportWarning(message))
 

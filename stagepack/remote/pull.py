@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from stagepack.deltas.delta import Delta, open_listed
 from stagepack.errors import OutputExistsError, StagepackError, WriteError
 from stagepack.format.file_writing import synchronize
 from stagepack.format.output_file import remove_folder, replace_folder
-from stagepack.format.own_folders import check_outside_bundles, is_bundle_folder, other_files
+from stagepack.format.own_folders import check_outside_bundles, folder_format, other_files
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
@@ -37,7 +38,7 @@ def pull(
     *,
     digest: str | None = None,
     overwrite: bool = False,
-) -> tuple[Bundle, bool]:
+) -> tuple[Bundle | Delta, bool]:
     """Download a bundle into a folder, with its signature if it has one. Every chunk is compared with its digest.
 
     The files come into the folder ``.NAME.download`` beside the output, which is renamed when all are there. If the download is
@@ -55,28 +56,28 @@ def pull(
         return _pull_once(url, path, download_folder, digest=digest, overwrite=overwrite)
     except WriteError:
         # Another process may have written the bundle, and removed the folder.
-        if download_folder.exists() or not is_bundle_folder(path):
+        if download_folder.exists() or folder_format(path) is None:
             raise
         return _pull_once(url, path, download_folder, digest=digest, overwrite=overwrite)
 
 
 def _pull_once(
     url: BundleUrl, path: Path, download_folder: Path, *, digest: str | None, overwrite: bool
-) -> tuple[Bundle, bool]:
+) -> tuple[Bundle | Delta, bool]:
     if digest is not None and (present := _find_present(path, digest)) is not None:
         return _finished(present, download_folder), False
-    if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
+    if os.path.lexists(path) and (path.is_symlink() or folder_format(path) is None):
         raise OutputExistsError(f"{path}: exists and is not a bundle, so it is not replaced: choose another path")
     check_outside_bundles(path)
     _check_own_folder(download_folder)
     cache = Cache(download_folder, cure="choose another output")
-    remote: Bundle | None = None
+    remote: Bundle | Delta | None = None
     try:
         remote = _open_source(url, cache, digest, path)
         digest = remote.digest
         if (present := _find_present(path, digest)) is not None:
             return _finished(present, download_folder), False
-        _check_output(path, url, overwrite=overwrite)
+        _check_output(path, url, remote.document_format, overwrite=overwrite)
         keep_newest_bundles(cache, _KEPT_DOWNLOADS)
         # What lay in the folder before is compared too.
         remote.check_digests(remote.files)
@@ -84,7 +85,7 @@ def _pull_once(
         with cache.errors():
             _write_signature(remote.path / SIGNATURE_NAME, signature)
             if os.path.lexists(path):
-                check_output_path(path, overwrite=overwrite)
+                check_output_path(path, overwrite=overwrite, document_format=remote.document_format)
                 replace_folder(remote.path, path, download_folder / _REPLACED_NAME)
             else:
                 remote.path.rename(path)
@@ -99,10 +100,10 @@ def _pull_once(
     finally:
         if not has_downloads(cache):
             _remove_downloads(download_folder)
-    return _finished(Bundle(path), download_folder), True
+    return _finished(open_listed(path), download_folder), True
 
 
-def _open_source(url: BundleUrl, cache: Cache, digest: str | None, path: Path) -> Bundle:
+def _open_source(url: BundleUrl, cache: Cache, digest: str | None, path: Path) -> Bundle | Delta:
     """Open the bundle in the folder of downloads. Files come from a snapshot in the Hub's cache if the Hub must not be asked."""
     snapshot = find_snapshot(url) if url.scheme == HUB_SCHEME and is_offline() else None
     remote = open_in_cache(
@@ -117,26 +118,24 @@ def _open_source(url: BundleUrl, cache: Cache, digest: str | None, path: Path) -
         ],
     )
     if snapshot is not None:
-        HubSnapshot(url, snapshot).fetch(remote.manifest.files)
+        HubSnapshot(url, snapshot).fetch(remote.listed)
     return remote
 
 
-def _check_output(path: Path, url: BundleUrl, *, overwrite: bool) -> None:
+def _check_output(path: Path, url: BundleUrl, document_format: str, *, overwrite: bool) -> None:
     """Refuse an output before the download."""
     if os.path.lexists(path) and overwrite:
-        check_output_path(path, overwrite=True)
+        check_output_path(path, overwrite=True, document_format=document_format)
     elif os.path.lexists(path):
         raise OutputExistsError(
             f"{path}: has another bundle than {url}, or a damaged one: choose another path, or replace it (--overwrite)"
         )
 
 
-def _full_disk_error(path: Path, bundle: Bundle | None, error: DiskFullError) -> WriteError:
+def _full_disk_error(path: Path, bundle: Bundle | Delta | None, error: DiskFullError) -> WriteError:
     """The error for a download that did not fit on the disk, and was removed."""
     needed = (
-        ""
-        if bundle is None
-        else f"the bundle needs {format_bytes(sum(file.size for file in bundle.manifest.files))}, and "
+        "" if bundle is None else f"the bundle needs {format_bytes(sum(file.size for file in bundle.listed))}, and "
     )
     free = format_bytes(shutil.disk_usage(path.parent).free)
     return WriteError(
@@ -145,12 +144,12 @@ def _full_disk_error(path: Path, bundle: Bundle | None, error: DiskFullError) ->
     )
 
 
-def _find_present(path: Path, digest: str) -> Bundle | None:
+def _find_present(path: Path, digest: str) -> Bundle | Delta | None:
     """Return the bundle in a folder if it has a digest, and all its files are undamaged."""
-    if path.is_symlink() or not is_bundle_folder(path):
+    if path.is_symlink() or folder_format(path) is None:
         return None
     try:
-        present = Bundle(path)
+        present = open_listed(path)
         if present.digest == digest:
             present.check_digests(present.files)
             return present
@@ -159,7 +158,7 @@ def _find_present(path: Path, digest: str) -> Bundle | None:
     return None
 
 
-def _finished(bundle: Bundle, download_folder: Path) -> Bundle:
+def _finished(bundle: Bundle | Delta, download_folder: Path) -> Bundle | Delta:
     """Remove what this or a former download has left."""
     _remove_downloads(download_folder)
     return bundle
@@ -196,7 +195,7 @@ def _is_own_folder(download_folder: Path) -> bool:
 def _other_entries(download_folder: Path) -> list[str]:
     """What is in the folder of downloads and was not downloaded."""
     replaced = download_folder / _REPLACED_NAME
-    is_own = not replaced.is_symlink() and is_bundle_folder(replaced) and not other_files(replaced)
+    is_own = not replaced.is_symlink() and folder_format(replaced) is not None and not other_files(replaced)
     return [path for path in other_entries(download_folder) if path != _REPLACED_NAME or not is_own]
 
 

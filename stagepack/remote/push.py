@@ -8,9 +8,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from stagepack.deltas.delta import Delta, parse_listed
 from stagepack.errors import FormatError, NotABundleError, RemoteError, VersionError
 from stagepack.format import limits
-from stagepack.format.manifest_codec import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.hub import error_reason, open_hub_store
@@ -21,7 +21,7 @@ from stagepack.terminal import byte_progress
 CARD_NAME: Final = "README.md"
 
 
-def push(bundle: Bundle, url: BundleUrl, *, private: bool | None, message: str | None) -> str:
+def push(bundle: Bundle | Delta, url: BundleUrl, *, private: bool | None, message: str | None) -> str:
     """Upload a bundle to the Hugging Face Hub, in one commit.
 
     The repository is created if it does not exist. Files of an older bundle that the new one does not have are removed; the model card
@@ -30,7 +30,7 @@ def push(bundle: Bundle, url: BundleUrl, *, private: bool | None, message: str |
     url: a URL ``hf://``, whose revision must be a branch.
     """
     location = url.hub_location
-    with byte_progress(f"verifying {bundle.location}", sum(file.size for file in bundle.manifest.files)) as progress:
+    with byte_progress(f"verifying {bundle.location}", sum(file.size for file in bundle.listed)) as progress:
         bundle.verify(progress)
     if sys.stderr is None or not sys.stderr.isatty():
         disable_progress_bars()
@@ -40,7 +40,7 @@ def push(bundle: Bundle, url: BundleUrl, *, private: bool | None, message: str |
         commit = api.create_commit(
             location.repository,
             _operations(api, bundle, url, location),
-            commit_message=message or f"stagepack bundle {bundle.digest[:12]}",
+            commit_message=message or f"{bundle.document_format} {bundle.digest[:12]}",
             revision=location.revision,
         )
     except Exception as error:  # noqa: BLE001 - errors of the HTTP client that the hub's library chose
@@ -49,7 +49,7 @@ def push(bundle: Bundle, url: BundleUrl, *, private: bool | None, message: str |
 
 
 def _operations(
-    api: HfApi, bundle: Bundle, url: BundleUrl, location: HubLocation
+    api: HfApi, bundle: Bundle | Delta, url: BundleUrl, location: HubLocation
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """What the commit adds and removes."""
     prefix = location.path("")
@@ -81,19 +81,34 @@ def _old_file_names(url: BundleUrl) -> set[str]:
     """The files of the bundle that the repository has now; none if it cannot be read."""
     try:
         content = open_hub_store(url).read_small(MANIFEST_NAME, limits.MANIFEST_BYTES)
-        return {file.name for file in parse_manifest(content, MANIFEST_NAME).files}
+        return {file.name for file in parse_listed(content, MANIFEST_NAME).files}
     except (FetchError, FormatError, NotABundleError, VersionError):
         return set()
 
 
-def _card(bundle: Bundle, url: BundleUrl) -> str:
-    """The text of a model card."""
-    return f"""---
+_CARD_START: Final = """---
 library_name: stagepack
 tags:
 - stagepack
 ---
+"""
 
+
+def _card(bundle: Bundle | Delta, url: BundleUrl) -> str:
+    """The text of a model card."""
+    if isinstance(bundle, Delta):
+        return f"""{_CARD_START}
+What changes in a [stagepack](https://pypi.org/project/stagepack/) bundle of the digest `{bundle.base}`.
+
+```python
+import stagepack
+
+pipeline = stagepack.load("model.stagepack", deltas=["{url}"])
+```
+
+The digest of the bundle that it makes is `{bundle.result}`.
+"""
+    return f"""{_CARD_START}
 A model in {len(bundle.stages)} pipeline stages, as a [stagepack](https://pypi.org/project/stagepack/) bundle: graphs and weights, without
 pickle and without the model's source code.
 

@@ -1,4 +1,4 @@
-"""Bundles at a URL, whose files come into a cache when they are needed."""
+"""Bundles and deltas at a URL, whose files come into a cache when they are needed."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
+from stagepack.deltas.delta import Delta, open_listed, parse_listed
 from stagepack.errors import FormatError, NotABundleError
 from stagepack.format import limits
 from stagepack.format.chunks import File
-from stagepack.format.manifest_codec import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.cache import Cache, PartFile, is_complete
@@ -143,8 +143,8 @@ def _ignore(*_: object) -> None:
 
 def open_url(
     url: BundleUrl, cache: Cache, *, digest: str | None = None, storage_options: Mapping[str, Any] | None = None
-) -> Bundle:
-    """Open a bundle at a URL; only its manifest is downloaded.
+) -> Bundle | Delta:
+    """Open a bundle or a delta at a URL; only its manifest is downloaded.
 
     With ``HF_HUB_OFFLINE``, a bundle of the Hub is the snapshot in the Hub's own cache, as it is for transformers; or the one that was
     opened last from this URL.
@@ -154,7 +154,7 @@ def open_url(
     location = str(url)
     if url.scheme == HUB_SCHEME and is_offline() and (digest is None or not _cached_bundle(cache, digest)):
         if (snapshot := find_snapshot(url)) is not None:
-            return Bundle(snapshot, source=HubSnapshot(url, snapshot))
+            return open_listed(snapshot, source=HubSnapshot(url, snapshot))
         digest = digest or next((one.digest for one in cached_bundles(cache) if one.location == location), None)
     return open_in_cache(
         url,
@@ -174,8 +174,8 @@ def open_in_cache(
     storage_options: Mapping[str, Any] | None = None,
     open_store: Callable[[], RemoteStore],
     bundle_folders: Callable[[], Iterable[Path]],
-) -> Bundle:
-    """Open a bundle whose files come from a store into a cache."""
+) -> Bundle | Delta:
+    """Open a bundle or a delta whose files come from a store into a cache."""
     location = str(url)
     # Another process may remove the bundle from the cache before this one has locked it.
     while True:
@@ -192,7 +192,7 @@ def open_in_cache(
         bundle_folders,
     )
     weakref.finalize(source, os.close, descriptor)
-    return Bundle(folder, source=source)
+    return open_listed(folder, source=source)
 
 
 def _open_manifest(
@@ -208,7 +208,7 @@ def _open_manifest(
         raise NotABundleError(
             f"{location}: not a stagepack bundle: there is no {MANIFEST_NAME}: {error} [M1]"
         ) from None
-    manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
+    manifest = parse_listed(content, f"{location}/{MANIFEST_NAME}")
     if digest not in (None, manifest.sha256):
         message = f"expected the bundle of the digest {digest}, found {manifest.sha256}: correct the digest or the URL"
         raise rule_error("D3", f"{location}/{MANIFEST_NAME}", message)
@@ -236,6 +236,6 @@ def cached_folders(cache_folder: Path) -> list[Path]:
 def _cached_bundle(cache: Cache, digest: str) -> bool:
     """Whether the cache has the manifest of a bundle, undamaged."""
     try:
-        return Bundle(cache.bundle_folder(digest)).digest == digest
+        return open_listed(cache.bundle_folder(digest)).digest == digest
     except (NotABundleError, FormatError):
         return False

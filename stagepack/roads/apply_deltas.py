@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stagepack.deltas.document import RESULT_SIGNATURE_NAME
-from stagepack.deltas.patches import ComposedFiles, patched_bundle
+from stagepack.deltas.patches import ComposedFiles
 from stagepack.errors import OptionError
 from stagepack.format import limits
 from stagepack.format.chunk_reads import ByteProgress
@@ -14,7 +14,7 @@ from stagepack.format.file_writing import FilledRange, synchronize
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import SIGNATURE_NAME, raise_problems, rule_error
 from stagepack.format.writer import BundleWriter, check_output_path
-from stagepack.opening import BundleSource, DeltaSource, errors_name_bundle, opened
+from stagepack.opening import BundleSource, DeltaSource, errors_name_bundle, opened, with_deltas
 from stagepack.terminal import byte_progress
 
 
@@ -51,7 +51,7 @@ def apply_deltas(
         >>> stagepack.apply_deltas("step-10.stagepack", ["step-11.delta", "step-12.delta"], out="step-12.stagepack")
     """
     base = opened(bundle)
-    patched = patched_bundle(base, deltas)
+    patched = with_deltas(base, deltas)
     patches = patched.patches
     if not isinstance(patches, ComposedFiles):
         raise OptionError("deltas: expected at least one delta, found none")

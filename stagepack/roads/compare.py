@@ -4,6 +4,7 @@ All fields of all types are compared, those too that later versions add: what is
 bundles whose digests differ are never equal.
 """
 
+import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,10 +230,12 @@ def _is_same_content(first: _Model, second: _Model, first_weight: Weight, second
 def _content(model: _Model, weight: Weight) -> Iterator[bytes]:
     """Yield the bytes of the stored tensor of a weight."""
     path, stored = model.locations[weight.stored]
-    with path.open("rb") as file:
+    with contextlib.ExitStack() as open_files:
+        read = model.bundle.open_read(open_files, path.name)
         for start in range(stored.start, stored.end, _PIECE_BYTES):
-            file.seek(start)
-            yield file.read(min(_PIECE_BYTES, stored.end - start))
+            content = bytearray(min(_PIECE_BYTES, stored.end - start))
+            read.fill(start, memoryview(content))
+            yield bytes(content)
 
 
 # The names of files; what they have is compared.

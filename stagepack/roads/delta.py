@@ -26,6 +26,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import FILE_NAME_PATTERN
 from stagepack.format.writer import BundleWriter, DocumentKind
 from stagepack.opening import BundleSource, errors_name_bundle, opened
+from stagepack.roads.stored_bundle import check_is_written
 
 DELTA: Final = DocumentKind(DELTA_FORMAT, check_document)
 _WEIGHT_SUFFIX: Final = ".safetensors"
@@ -108,8 +109,7 @@ def delta_document(base: str, result: str, version: str, changed: Sequence[Chang
 
 def _stored_manifest(bundle: Bundle) -> tuple[bytes, bytes | None]:
     """The manifest of a bundle as it is stored, and the signature over it."""
-    if bundle.patches is not None:
-        raise OptionError(f"{bundle.location}: is composed of deltas: write it first (stagepack apply)")
+    check_is_written(bundle)
     content = read_document(bundle.path, "bundle")
     with contextlib.suppress(StagepackError):  # a signature that cannot be had is left out
         return content, bundle.read_signature()

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stagepack.errors import OptionError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_checks import FileVersion
 from stagepack.format.file_writing import FileRange
@@ -27,6 +28,7 @@ def begin_rewriting(
     The entry points are to be added. If `out` is the folder of `bundle`, only `bundle` may be replaced there.
     The result has the version of each file too: only these files may be copied.
     """
+    check_is_written(bundle)
     check_output_path(out, overwrite=overwrite)
     is_same_folder = os.path.realpath(out) == os.path.realpath(bundle.path)
     versions = bundle.check_digests(bundle.files)
@@ -39,6 +41,12 @@ def begin_rewriting(
         replaced_digest=bundle.digest if is_same_folder else None,
     )
     return builder, versions
+
+
+def check_is_written(bundle: Bundle) -> None:
+    """Refuse a bundle that is composed of deltas in memory."""
+    if bundle.patches is not None:
+        raise OptionError(f"{bundle.location}: is composed of deltas: write it first (stagepack apply)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

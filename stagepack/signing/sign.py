@@ -7,11 +7,13 @@ from pathlib import Path
 
 from model_signing import hashing, signing
 
+from stagepack.deltas.delta import Delta, open_listed
 from stagepack.errors import OptionError, OutputExistsError, WriteError, named_errors
 from stagepack.format import limits
 from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.file_writing import synchronize
+from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest_codec import stated_and_actual_digest
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.own_folders import check_no_cache
@@ -23,21 +25,22 @@ from stagepack.signing.signature_file import SignatureFile
 
 
 def sign_bundle(
-    bundle: str | os.PathLike[str] | Bundle,
+    bundle: str | os.PathLike[str] | Bundle | Delta,
     *,
     key: str | os.PathLike[str],
     certificate: str | os.PathLike[str] | None = None,
     certificate_chain: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     progress: ByteProgress | None = None,
-) -> Bundle:
-    """Sign a bundle, by the model signing of OpenSSF: a signature over all its files comes into the file ``model.sig`` of its folder.
+) -> Bundle | Delta:
+    """Sign a bundle or a delta, by the model signing of OpenSSF: a signature over all its files comes into ``model.sig`` in its folder.
 
     All files are compared with their digests and all rules are checked first. Every change of the bundle makes the signature invalid.
     ``model_signing verify key`` (or ``certificate``) verifies it too.
 
     Args:
-        bundle: the folder of the bundle, or the opened bundle.
+        bundle: the folder of the bundle or delta, or an opened one. The signature over a delta is over the manifest of its result too, and
+            so over the digests of all files of the result.
         key: a PEM file with the private key, unencrypted, of the curve P-256, P-384 or P-521.
         certificate: a PEM file with the certificate of this key, which comes into the signature. It must allow digital signatures or the
             signing of code. Without it, the public key verifies the signature.
@@ -46,7 +49,7 @@ def sign_bundle(
         progress: called by several threads with the number of bytes that were compared with their digests.
 
     Returns:
-        The bundle.
+        The bundle or delta.
 
     Raises:
         NotABundleError, VersionError, DigestError, FormatError: the bundle is not in order; see `Bundle.verify`.
@@ -59,12 +62,14 @@ def sign_bundle(
         >>> stagepack.sign("m.stagepack", key="signer.pem")
         >>> pipe = stagepack.load("m.stagepack", require_signature="signer.pub")
     """
-    location = bundle.location if isinstance(bundle, Bundle) else os.fspath(bundle)
+    location = bundle.location if isinstance(bundle, ListedFiles) else os.fspath(bundle)
     if is_url(location):
         raise OptionError(
             f"{location}: a signature is written into the folder: download the bundle first (stagepack pull)"
         )
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened = bundle if isinstance(bundle, ListedFiles) else open_listed(bundle)
+    if opened.patches is not None:
+        raise OptionError(f"{location}: is composed of deltas: sign the deltas, or write it first (stagepack apply)")
     check_no_cache(opened.path)
     signature_path = opened.path / SIGNATURE_NAME
     if os.path.lexists(signature_path) and not overwrite:
@@ -88,7 +93,7 @@ def sign_bundle(
     return opened
 
 
-def _check_signed_manifest(bundle: Bundle, signature: SignatureFile) -> None:
+def _check_signed_manifest(bundle: ListedFiles, signature: SignatureFile) -> None:
     """Check that the signature is over the manifest that was opened and verified: model_signing reads the files again."""
     content = read_plain_file(bundle.path, MANIFEST_NAME, limits.MANIFEST_BYTES) or b""
     is_opened_one = set(stated_and_actual_digest(content)) == {bundle.digest}
