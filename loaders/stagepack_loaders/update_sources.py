@@ -2,25 +2,16 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
-import msgspec
-
-from stagepack.errors import UpdateError
+from stagepack.deltas.delta import Delta
+from stagepack.errors import OptionError, UpdateError
 from stagepack.format.reader import Bundle
-from stagepack.format.rules import MANIFEST_NAME
-from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, opened, with_deltas
-
-if TYPE_CHECKING:
-    from stagepack.deltas.delta import Delta
+from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, open_delta, opened, opened_listed, with_deltas
+from stagepack.remote.url import split_entry_point
 
 # A bundle, a delta, or several deltas in their order.
 WeightSource: TypeAlias = "BundleSource | DeltaSource | Sequence[DeltaSource]"
-
-
-class _Head(msgspec.Struct):
-    format: Any = None
 
 
 def bundle_of(
@@ -29,6 +20,8 @@ def bundle_of(
     """Return the bundle that a source makes of the one that runs, and the name that the last delta gives it."""
     if (deltas := _find_deltas(source)) is None:
         return opened(source, require_signature), None  # type: ignore[arg-type] # no deltas
+    if not deltas:
+        raise OptionError("expected a bundle, a delta or several, found an empty list")
     if not running.compares_digests:
         raise UpdateError(
             f"{running.location}: deltas: the bundle was loaded with verify='off', so that its weights may be others: give a whole bundle"
@@ -44,7 +37,7 @@ def bundle_of(
     return _with_more_deltas(running.stored, deltas, require_signature), deltas[-1].version or None
 
 
-def _with_more_deltas(stored: Bundle, deltas: "Sequence[Delta]", require_signature: TrustedSigners | None) -> Bundle:
+def _with_more_deltas(stored: Bundle, deltas: Sequence[Delta], require_signature: TrustedSigners | None) -> Bundle:
     """Return the bundle that deltas make of a bundle that may be made by others already."""
     from stagepack.deltas.patches import ComposedFiles  # noqa: PLC0415 - zstandard, which updates by bundles do not need
 
@@ -53,25 +46,11 @@ def _with_more_deltas(stored: Bundle, deltas: "Sequence[Delta]", require_signatu
     return with_deltas(stored, deltas, require_signature)
 
 
-def _find_deltas(source: WeightSource) -> "list[Delta] | None":
+def _find_deltas(source: WeightSource) -> list[Delta] | None:
     """The deltas of a source; None if it is a bundle."""
     if isinstance(source, Bundle):
         return None
-    if isinstance(source, str | os.PathLike) and not is_delta(source):
-        return None
-    from stagepack.deltas.delta import Delta, open_delta  # noqa: PLC0415 - zstandard, as above
-
-    if isinstance(source, str | os.PathLike | Delta):
-        return [open_delta(source)]
-    return [open_delta(delta) for delta in source] or None
-
-
-def is_delta(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is the folder of a delta; not of a bundle, and nothing else."""
-    from stagepack.deltas.document import DELTA_FORMAT  # noqa: PLC0415 - it needs no numpy, but its package is of deltas
-
-    try:
-        content = (Path(path) / MANIFEST_NAME).read_bytes()
-        return bool(msgspec.json.decode(content, type=_Head).format == DELTA_FORMAT)
-    except (OSError, ValueError):
-        return False
+    if isinstance(source, str | os.PathLike):
+        listed = opened_listed(split_entry_point(source)[0])
+        return [listed] if isinstance(listed, Delta) else None
+    return [source] if isinstance(source, Delta) else [open_delta(delta) for delta in source]

@@ -8,18 +8,20 @@ from typing import Final, NamedTuple
 import numpy
 
 from stagepack.deltas.codes import Array, element_dtype, encode_planes, encode_sparse
-from stagepack.deltas.document import BLOCK_BYTES, WIDTHS, Code, Part
+from stagepack.deltas.document import BLOCK_BYTES, WIDTHS, ChangedFile, Code, Part
 from stagepack.format.chunk_reads import Fill
 from stagepack.format.chunks import CHUNK_BYTES, File, chunk_count, chunk_digest, file_entry
 from stagepack.format.dtypes import HEADER_ITEM_SIZE
-from stagepack.format.rules import rule_error
+from stagepack.format.rules import FILE_NAME_PATTERN, rule_error
 from stagepack.format.threads import ordered_results
 from stagepack.format.weights import StoredTensor
+from stagepack.format.writer import BundleWriter
 
 # Tensors below this size share a part with their neighbours: 18,000 parts of some kilobytes would take a call of zstd for each plane.
 _SMALL_BYTES: Final = 64 * 1024
 # If the sparse code takes less than this part of the bytes, the others are not tried: they would have to compress all values further.
 _SPARSE_ENOUGH: Final = 1 / 32
+_DATA_SUFFIX: Final = ".changes"
 
 
 class Segment(NamedTuple):
@@ -103,6 +105,16 @@ class EncodedFile:
         self.parts: list[Part] = []
         self.tensors: dict[str, None] = {}
         self.chunk_digests: list[str] = []
+
+    def write(self, writer: BundleWriter, index: int) -> ChangedFile:
+        """Write the data file; return the entry of the changed file. `index` numbers those of a delta."""
+        data_name = f"{self._versions.name}{_DATA_SUFFIX}"
+        if not FILE_NAME_PATTERN.fullmatch(data_name):
+            data_name = f"{index}{_DATA_SUFFIX}"
+        writer.write_file(data_name, self.frames())
+        return ChangedFile(
+            name=self._versions.name, data=data_name, parts=tuple(self.parts), tensors=tuple(self.tensors)
+        )
 
     @property
     def entry(self) -> File:

@@ -161,6 +161,13 @@ class BundleWriter:
         self._unsynchronized.append(path)
         return entry
 
+    def discard_file(self, file_name: str) -> None:
+        """Remove a file that was written."""
+        path = self._temporary_folder / file_name
+        path.unlink()
+        self._unsynchronized.remove(path)
+        self._file_entries = [entry for entry in self._file_entries if entry.name != file_name]
+
     def link_file(self, path: Path, entry: File, version: FileVersion | None = None) -> None:
         """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Only a copy is hashed again.
 

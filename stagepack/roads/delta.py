@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from stagepack.deltas.delta import Delta
 from stagepack.deltas.document import (
@@ -21,22 +22,25 @@ from stagepack.errors import OptionError, StagepackError
 from stagepack.format.bundle_files import read_document
 from stagepack.format.chunk_reads import Fill
 from stagepack.format.chunks import File
-from stagepack.format.manifest_codec import ZERO_DIGEST
+from stagepack.format.manifest_codec import ZERO_DIGEST, stated_and_actual_digest
+from stagepack.format.own_folders import folder_format
 from stagepack.format.reader import Bundle
-from stagepack.format.rules import FILE_NAME_PATTERN
 from stagepack.format.writer import BundleWriter, DocumentKind
 from stagepack.opening import BundleSource, errors_name_bundle, opened
+from stagepack.remote.url import is_url, split_entry_point
 from stagepack.roads.stored_bundle import check_is_written
+
+if TYPE_CHECKING:
+    import torch
 
 DELTA: Final = DocumentKind(DELTA_FORMAT, check_document)
 _WEIGHT_SUFFIX: Final = ".safetensors"
-_DATA_SUFFIX: Final = ".changes"
 
 
 @errors_name_bundle
 def write_delta(
     bundle: BundleSource,
-    new: BundleSource,
+    new: BundleSource | Mapping[str, "torch.Tensor"],
     *,
     out: str | os.PathLike[str],
     version: str = "",
@@ -50,7 +54,10 @@ def write_delta(
 
     Args:
         bundle: the bundle that the delta is applied to: its folder, its URL, or an opened bundle.
-        new: the bundle that the delta makes of it.
+        new: the bundle that the delta makes of it. Or other weights for its graphs: tensors by name, as ``state_dict()`` has them, or the
+            path of a checkpoint: a file or folder of safetensors or of torch, of ``torch.distributed.checkpoint``, or of transformers.
+            Names, shapes and dtypes are compared. The bundle that the delta makes is not written; it has neither the recorded example
+            nor ONNX files, which belong to the old weights.
         out: the folder to write.
         version: a name of the new version, such as the step of its trainer, of up to 256 characters.
         overwrite: replace a delta at `out`.
@@ -61,28 +68,56 @@ def write_delta(
     Raises:
         NotABundleError, VersionError, DigestError, FormatError: see `stagepack.open`.
         OptionError: both bundles are the same one, or the version is too long.
+        CaptureError: the weights do not fit the graphs.
         OutputExistsError: `out` exists, and `overwrite` is not given, or it is no delta.
         WriteError: the delta cannot be written.
 
     Examples:
         >>> stagepack.delta("step-11.stagepack", "step-12.stagepack", out="step-12.delta", version="12")
     """
-    old_bundle, new_bundle = opened(bundle), opened(new)
-    if old_bundle.digest == new_bundle.digest:
-        raise OptionError(f"{new_bundle.location}: is the same bundle, {new_bundle.digest}: there is nothing to write")
     check_version_name(version)
-    result, signature = _stored_manifest(new_bundle)
+    old_bundle = opened(bundle)
+    signature: bytes | None = None
     with BundleWriter(out, overwrite=overwrite, kind=DELTA) as writer:
-        changed: list[ChangedFile] = []
-        for entry in sorted(new_bundle.listed, key=lambda entry: entry.name.lower()):
-            old_entry = old_bundle.files.get(entry.name)
-            if entry != old_entry:
-                changed.append(_write_changes(writer, old_bundle, new_bundle, entry, len(changed)))
+        if isinstance(new, Bundle) or _is_bundle_path(new):
+            new_bundle = opened(new)
+            result, signature = _stored_manifest(new_bundle)
+            changed = [] if old_bundle.digest == new_bundle.digest else _write_files(writer, old_bundle, new_bundle)
+        else:
+            from stagepack.roads.weights_delta import write_weight_changes  # noqa: PLC0415 - torch, which two bundles do not need
+
+            check_is_written(old_bundle)
+            version_of_weights = write_weight_changes(writer, old_bundle, new)
+            result, changed = version_of_weights.manifest, version_of_weights.changed
+        result_digest = stated_and_actual_digest(result)[1]
+        if result_digest == old_bundle.digest:
+            raise OptionError(
+                f"{old_bundle.location}: the new version is the same bundle, {result_digest}: there is nothing to write"
+            )
         writer.write_file(RESULT_NAME, [result])
         if signature is not None:
             writer.write_file(RESULT_SIGNATURE_NAME, [signature])
-        writer.finish(delta_document(old_bundle.digest, new_bundle.digest, version, changed))
+        writer.finish(_delta_document(old_bundle.digest, result_digest, version, changed))
     return Delta(out)
+
+
+def _is_bundle_path(new: str | os.PathLike[str] | Mapping[str, Any]) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether something is the path or URL of a bundle, and not of a checkpoint."""
+    if not isinstance(new, str | os.PathLike):
+        return False
+    location, _ = split_entry_point(new)
+    path = Path(location)
+    is_absent = not os.path.lexists(path)
+    return is_url(os.fspath(location)) or is_absent or folder_format(path) is not None
+
+
+def _write_files(writer: BundleWriter, old: Bundle, new: Bundle) -> list[ChangedFile]:
+    """Write the data files of all files that differ."""
+    changed: list[ChangedFile] = []
+    for entry in sorted(new.listed, key=lambda entry: entry.name.lower()):
+        if entry != old.files.get(entry.name):
+            changed.append(_write_changes(writer, old, new, entry, len(changed)))
+    return changed
 
 
 def check_version_name(version: str) -> None:
@@ -93,7 +128,7 @@ def check_version_name(version: str) -> None:
         )
 
 
-def delta_document(base: str, result: str, version: str, changed: Sequence[ChangedFile]) -> DeltaDocument:
+def _delta_document(base: str, result: str, version: str, changed: Sequence[ChangedFile]) -> DeltaDocument:
     """Return the document of a delta, without its list of files and its digest."""
     return DeltaDocument(
         format=DELTA_FORMAT,
@@ -134,17 +169,7 @@ def _write_changes(writer: BundleWriter, old: Bundle, new: Bundle, entry: File, 
             read_old=read_old,
             new_entry=entry,
         )
-        return write_file_changes(writer, versions, index)
-
-
-def write_file_changes(writer: BundleWriter, versions: FileVersions, index: int) -> ChangedFile:
-    """Write the data file of a changed file; return its entry."""
-    encoded = EncodedFile(versions)
-    data_name = f"{versions.name}{_DATA_SUFFIX}"
-    if not FILE_NAME_PATTERN.fullmatch(data_name):
-        data_name = f"{index}{_DATA_SUFFIX}"
-    writer.write_file(data_name, encoded.frames())
-    return ChangedFile(name=versions.name, data=data_name, parts=tuple(encoded.parts), tensors=tuple(encoded.tensors))
+        return EncodedFile(versions).write(writer, index)
 
 
 def _segments(bundle: Bundle, entry: File) -> list[Segment]:

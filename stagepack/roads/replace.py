@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import torch
 
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, read_checkpoint
 from stagepack.capture.module_checkpoint import name_problems, shown, tensors_by_weight_name
@@ -86,12 +87,10 @@ def replace_weights(
     progress("check the bundle")
     builder, versions = begin_rewriting(old_bundle, out, overwrite=overwrite)
     progress("read the checkpoint")
-    weights = _weights_by_name(old_bundle)
-    new_weights = _open_source(source, weights)
-    _check_settings(old_bundle, new_weights.files, os.fspath(source))
-    replacements = _replacements(old_bundle, weights, new_weights, os.fspath(source), needed_names)
+    found = find_replacements(old_bundle, source, needed_names)
+    replacements = found.replacements
     progress("write")
-    builder.files = {**builder.files, **new_weights.files}
+    builder.files = {**builder.files, **found.files}
 
     def record_example(stored: StoredEntryPoint, draft: Bundle) -> TensorSource:
         progress("run the example")
@@ -102,6 +101,37 @@ def replace_weights(
         content = replace(replace(stored, graphs=graphs).content, record_example=partial(record_example, stored))
         builder.add(content, _with_replacements(stored.weights, replacements))
     return builder.write()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacements:
+    """New weights of a bundle.
+
+    Attributes:
+        source_name: where they come from, for messages.
+        weights: the weights of all graphs, by their first names.
+        replacements: the new tensor of each stored tensor that is replaced, by stored name.
+        files: new files such as ``config.json``.
+    """
+
+    source_name: str
+    weights: Mapping[str, Weight]
+    replacements: Mapping[str, CheckpointTensor]
+    files: Mapping[str, bytes]
+
+
+def find_replacements(
+    bundle: Bundle,
+    source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    needed_names: Collection[str] | None = None,
+) -> Replacements:
+    """Find the new tensor of each weight of a bundle, in memory or in a checkpoint; no data is read. See `replace_weights`."""
+    source_name = "the given tensors" if isinstance(source, Mapping) else os.fspath(source)
+    weights = _weights_by_name(bundle)
+    new_weights = _open_source(source, weights)
+    _check_settings(bundle, new_weights.files, source_name)
+    replacements = _replacements(bundle, weights, new_weights, source_name, needed_names)
+    return Replacements(source_name=source_name, weights=weights, replacements=replacements, files=new_weights.files)
 
 
 def _with_replacements(old_tensors: TensorSource, replacements: Mapping[str, CheckpointTensor]) -> TensorSource:
@@ -121,9 +151,13 @@ def _weights_by_name(bundle: Bundle) -> dict[str, Weight]:
     }
 
 
-def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) -> _Source:
-    path = Path(source)
+def _open_source(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> _Source:
     stated_weights = [weight.names for weight in weights.values() if weight.kind in ("parameter", "buffer")]
+    if isinstance(source, Mapping):
+        given = {name: _in_memory(name, tensor) for name, tensor in source.items()}
+        tensors = tensors_by_weight_name(given, stated_weights, "the given tensors")
+        return _Source(tensors=tensors, required_names=tensors.keys(), files={})
+    path = Path(source)
     is_pretrained = is_model_folder(path) or read_adapter(os.fspath(source)) is not None
     if path.is_file() or (path.is_dir() and not is_pretrained):
         tensors = tensors_by_weight_name(read_checkpoint(path), stated_weights, os.fspath(source))
@@ -151,6 +185,16 @@ def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) 
     }
     required_names = [graph_name for graph_name, model_name in model_names.items() if model_name in stored_names]
     return _Source(tensors=tensors, required_names=required_names, files=model_files(model))
+
+
+def _in_memory(name: str, tensor: Any) -> CheckpointTensor:
+    """A tensor in memory as one of a checkpoint."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        raise CaptureError(
+            f"{name}: expected a dense tensor with data, found {type(tensor).__name__}: gather what processes have in parts, as by "
+            "full_tensor() of a DTensor"
+        )
+    return CheckpointTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), read=lambda: tensor.detach().cpu())
 
 
 def _check_settings(bundle: Bundle, files: Mapping[str, bytes], source_name: str) -> None:
@@ -238,15 +282,16 @@ def _is_equal(tensor: CheckpointTensor, other: CheckpointTensor) -> bool:
         return True
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
-    return bytes(_octets(tensor)) == bytes(_octets(other))
+    return bytes(octets(tensor)) == bytes(octets(other))
 
 
-def _octets(tensor: CheckpointTensor) -> memoryview:
+def octets(tensor: CheckpointTensor) -> memoryview:
+    """Read the bytes of a tensor, in the order of its dimensions."""
     return tensor_bytes(tensor.read().contiguous())
 
 
 def _pieces(tensor: CheckpointTensor) -> Pieces:
-    return [_octets(tensor)] if tensor.location is None else [tensor.location]
+    return [octets(tensor)] if tensor.location is None else [tensor.location]
 
 
 def _with_new_zeros(graph: Graph, replacements: Mapping[str, CheckpointTensor]) -> Graph:
