@@ -11,7 +11,7 @@ from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.stages import stage_driver
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.versions import StageVersion, UpdateSource, same_model
+from stagepack_loaders.versions import StageVersion, UpdateSource, same_model, version_name
 from stagepack_loaders.weight_changes import WeightChanges
 
 
@@ -25,11 +25,9 @@ class LocalVersions:
         refusal: why no version can take the place of the newest; empty if one can.
     """
 
-    def __init__(
-        self, bundle: Bundle, stages: Mapping[int, LoadedStage], options: LoadOptions, name: str | None = None
-    ) -> None:
+    def __init__(self, bundle: Bundle, stages: Mapping[int, LoadedStage], options: LoadOptions) -> None:
         drivers = {number: stage_driver(bundle.entry_point, number, stage) for number, stage in stages.items()}
-        self.newest = StageVersion(name=name or bundle.digest, bundle=bundle, stages=drivers)
+        self.newest = StageVersion(name=version_name(bundle), bundle=bundle, stages=drivers)
         self.kept: StageVersion | None = None
         self.loading = Loading(options=options)
         self.refusal = ""
@@ -55,7 +53,7 @@ class LocalVersions:
         if self.refusal:
             raise UpdateError(f"{running.bundle.location}: {self.refusal}")
         bundle = same_model(running.bundle, source.bundle)
-        name = source.name or bundle.digest
+        name = source.name or version_name(bundle)
         if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
             return self.kept
         bundle = open_for_loading(bundle, self.loading.options.verify)

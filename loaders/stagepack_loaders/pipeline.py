@@ -211,8 +211,8 @@ class CallablePipeline(ABC):
         """
         check_version_name(version)
         report = UpdateReport(version="", previous="")
-        bundle, name = bundle_of(self.bundle, source, require_signature or self.trusted_signers)
-        update = UpdateSource(bundle=bundle, name=version or name, keeps_previous=keep_previous)
+        bundle = bundle_of(self.bundle, source, require_signature or self.trusted_signers)
+        update = UpdateSource(bundle=bundle, name=version, keeps_previous=keep_previous)
         with named_errors(bundle.location):
             report.previous = self.executor.update(update, report).name
         report.version = self.executor.version.name

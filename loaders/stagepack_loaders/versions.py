@@ -56,13 +56,18 @@ class UpdateSource:
 
     Attributes:
         bundle: its bundle, at the entry point that runs.
-        name: its name; None for the digest of the bundle.
+        name: its name; None for that of its bundle.
         keeps_previous: keep the version before in memory, until the next update.
     """
 
     bundle: Bundle
     name: str | None = None
     keeps_previous: bool = False
+
+
+def version_name(bundle: Bundle) -> str:
+    """Return the name of the version of a bundle: that of the last delta that makes it, or else its digest."""
+    return (bundle.patches.version if bundle.patches is not None else "") or bundle.digest
 
 
 def check_version_name(name: str | None) -> None:

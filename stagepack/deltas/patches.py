@@ -77,6 +77,11 @@ class ComposedFiles:
         """The folders of the deltas."""
         return tuple(os.path.abspath(delta.path) for delta in self.deltas)
 
+    @property
+    def version(self) -> str:
+        """See `FilePatches`."""
+        return self.deltas[-1].version if self.deltas else ""
+
     def patch_of(self, file_name: str) -> FilePatch | None:
         """See `FilePatches`."""
         patch = self._patches[file_name]

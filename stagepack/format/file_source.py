@@ -96,6 +96,10 @@ class FilePatches(Protocol):
     def paths(self) -> tuple[str, ...]:
         """The folders that a process on this machine makes the same files from."""
 
+    @property
+    def version(self) -> str:
+        """The name that the trainer gave the bundle; empty if it has none."""
+
     def patch_of(self, file_name: str) -> FilePatch | None:
         """Return how a file is made; None if the folder has it."""
 

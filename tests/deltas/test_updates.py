@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stagepack
+from stagepack.deltas.patches import MOST_DELTAS
 from stagepack.errors import DigestError, FormatError, UpdateError
 from stagepack.format.reader import Bundle
 from tests.deltas.conftest import Versions, net, replace_some
@@ -131,6 +132,39 @@ def test_what_is_not_the_result_is_refused(versions: Versions, tmp_path: Path) -
     assert torch.equal(pipeline(X), answer(versions.a))
     with pytest.raises(UpdateError, match="loaded with verify='off'"):
         stagepack.load(versions.a, verify="off").update(versions.a_to_b)
+
+
+def test_the_bundle_that_runs_begins_a_new_chain(versions: Versions, tmp_path: Path) -> None:
+    pipeline = stagepack.load(versions.a)
+    pipeline.update(versions.a_to_b)
+    before = pipeline.state_dict()
+    applied = stagepack.apply_deltas(versions.a, [versions.a_to_b], out=tmp_path / "applied")
+    pipeline.update(applied.path, version="step 1")
+    after = pipeline.state_dict()
+    assert all(after[name].data_ptr() == weight.data_ptr() for name, weight in before.items())
+    assert pipeline.bundle.patches is None
+    pipeline.update(versions.b_to_c)
+    assert torch.equal(pipeline(X), answer(versions.c))
+
+
+@pytest.mark.slow
+def test_a_chain_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    stagepack.export(model, (x,), out=tmp_path / "0")
+    pipeline = stagepack.load(tmp_path / "0")
+    for number in range(1, MOST_DELTAS + 2):
+        with torch.no_grad():
+            model.weight[0, 0] = number
+        stagepack.export(model, (x,), out=tmp_path / str(number))
+        delta = stagepack.delta(tmp_path / str(number - 1), tmp_path / str(number), out=tmp_path / f"{number}.delta")
+        if number <= MOST_DELTAS:
+            pipeline.update(delta.path)
+            assert torch.equal(pipeline(x), model(x))
+    with pytest.raises(FormatError, match="expected at most 64 deltas, found 65"):
+        pipeline.update(tmp_path / f"{MOST_DELTAS + 1}.delta")
+    pipeline.update(tmp_path / str(MOST_DELTAS))
+    pipeline.update(tmp_path / f"{MOST_DELTAS + 1}.delta")
+    assert torch.equal(pipeline(x), model(x))
 
 
 @pytest.mark.process

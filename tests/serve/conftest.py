@@ -101,5 +101,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]
     folder = tmp_path_factory.mktemp("models")
     export_scale(folder / "scale" / "1", 1.0)
     export_counter(folder / "counter" / "1", 1.0)
-    with repository_server(folder, "--load-model", "*", "--sequence-idle-s", "1.5") as repository:
+    updates = tmp_path_factory.mktemp("updates")
+    export_scale(updates / "next", 1.0)  # the same weights: other tests of the model go on
+    options = ("--load-model", "*", "--sequence-idle-s", "1.5", "--update-folder", str(updates))
+    with repository_server(folder, *options) as repository:
         yield repository

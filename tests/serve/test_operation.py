@@ -52,7 +52,8 @@ def test_the_openapi_document_has_every_path_and_method(repository: Repository) 
 def test_the_openapi_document_describes_the_answers(repository: Repository) -> None:
     document = json.loads(get(repository.server.http, "/openapi.json")[1])
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1.0, 2.0, 3.0]}
-    bodies = {"infer": {"inputs": [tensor]}, "index": {"ready": True}, "logging": {"log_info": True}}
+    update = {"parameters": {"source": "next"}}
+    bodies = {"infer": {"inputs": [tensor]}, "index": {"ready": True}, "logging": {"log_info": True}, "update": update}
     checked_count = 0
     for path, operations in document["paths"].items():
         for method in operations.keys() & {"get", "post"}:

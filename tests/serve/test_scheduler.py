@@ -21,6 +21,7 @@ from stagepack.errors import StageLostError
 from stagepack.format.manifest import Edge
 from stagepack_loaders.executor import CallOptions
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
+from stagepack_loaders.versions import StageVersion
 from stagepack_serving.protocol.interface import InterfaceTensor
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from tests.distributed.bundles import tree_environment
@@ -39,6 +40,7 @@ class RemoteExecutor:
     arrays = NUMPY_ARRAYS
     most_calls = 2
     returns_state = False
+    version: Any = StageVersion(name="1", bundle=None)  # type: ignore[arg-type] # no test asks for it
 
     def __init__(self) -> None:
         self.submitted: list[tuple[Mapping[str, Any], Future[Any]]] = []

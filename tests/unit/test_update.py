@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.executor import CallOptions
 from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.weight_files import open_weight_files
+from tests.process_facts import memory_bytes
 
 SIZE = 6
 WAIT_SECONDS = 20
@@ -232,6 +234,29 @@ def test_the_version_before_is_freed_with_the_last_call_on_it(counting: list[Bun
     finally:
         gc.enable()
     overlapping.close()
+
+
+def test_memory_stays_flat_and_holds_what_changes_twice_at_most(tmp_path: Path) -> None:
+    size, weight_bytes = 2048, 4 * 2 * 2048 * 2048
+    bundles = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(2)))
+        bundles.append(stagepack.export(model, (torch.ones(1, size),), out=tmp_path / str(seed), stages=2))
+    pipeline, x = stagepack.load(bundles[0], copy=True), torch.ones(1, size)
+    pipeline(x)
+    used = []
+    for number in range(1, 13):
+        pipeline.update(bundles[number % 2])
+        pipeline(x)
+        used.append(memory_bytes(os.getpid(), "VmRSS"))
+    assert max(used[4:]) - min(used[2:4]) < weight_bytes // 4
+    with pipeline.sequence() as sequence:
+        sequence(x)
+        pipeline.update(bundles[1])
+        pipeline(x)
+        assert weight_bytes // 2 < memory_bytes(os.getpid(), "VmRSS") - used[-1] < 1.25 * weight_bytes
+    assert memory_bytes(os.getpid(), "VmRSS") - used[-1] < weight_bytes // 4
 
 
 def replaced(pipeline: Pipeline) -> None:

@@ -15,7 +15,7 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.staging import VersionDescription
 from stagepack_loaders.distributed.status import VersionStaged, attribute_error, rebuild_error
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.versions import StageVersion, UpdateSource
+from stagepack_loaders.versions import StageVersion, UpdateSource, version_name
 
 
 class GroupVersions:
@@ -27,7 +27,7 @@ class GroupVersions:
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        self.newest = StageVersion(name=bundle.digest, bundle=bundle)
+        self.newest = StageVersion(name=version_name(bundle), bundle=bundle)
         self.kept: StageVersion | None = None
         self._groups = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -47,7 +47,7 @@ class GroupVersions:
         bundle: that of `source`, in the stages that run.
         location: where the processes find it.
         """
-        running, name = self.newest, source.name or bundle.digest
+        running, name = self.newest, source.name or version_name(bundle)
         if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
             return self.kept
         version = StageVersion(name=name, bundle=bundle, number=next(self._numbers), group=running.group)
@@ -60,6 +60,7 @@ class GroupVersions:
             name=name,
             location=location,
             digest=bundle.stored_digest,
+            result=bundle.digest,
             deltas=() if bundle.patches is None else bundle.patches.paths,
         )
         try:

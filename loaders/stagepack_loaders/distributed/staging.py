@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import StageLostError, repeated_error
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import rule_error
 from stagepack.opening import open_bundle
 from stagepack_loaders.distributed.meeting import Members
 from stagepack_loaders.distributed.routes import FRONT_RANK
@@ -26,6 +27,7 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         name: its name.
         location: the folder of its bundle, or its URL.
         digest: the digest of the bundle there.
+        result: the digest of the bundle of the version.
         deltas: the folders of the deltas that make the bundle of it.
     """
 
@@ -34,11 +36,15 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
     name: str
     location: str
     digest: str
+    result: str
     deltas: tuple[str, ...] = ()
 
     def open(self) -> Bundle:
-        """Open the bundle."""
-        return open_bundle(self.location, digest=self.digest, deltas=self.deltas)
+        """Open the bundle; refuse another one than the front has."""
+        bundle = open_bundle(self.location, digest=self.digest, deltas=self.deltas)
+        if bundle.digest != self.result:
+            raise rule_error("D3", bundle.location, f"expected the bundle {self.result}, found {bundle.digest}")
+        return bundle
 
 
 def read_description(store: Store, number: int) -> VersionDescription:
