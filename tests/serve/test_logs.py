@@ -129,6 +129,7 @@ def test_a_record_has_all_of_a_request_over_rest(server: Server, server_log: Pat
     assert re.fullmatch(r"127\.0\.0\.1:\d+", whole.pop("client"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", whole.pop("time"))
     del whole["message"], whole["process"]
+    assert whole.pop("weight_version") == dict(answer.items())["x-model-version"]
     assert whole == {
         "level": "info",
         "logger": "stagepack.access",
