@@ -1,15 +1,15 @@
 """Deltas of a bundle: their bytes, and the time to apply them, against copies of the new bundle and tools that compress differences.
 
 The bundles have one weight file of bfloat16 with values of a model. Three steps of training change it: 1 % of the elements are replaced at
-random, an optimizer adds up to 1e-6 to weights whose float32 copies it keeps, and a LoRA of rank 16 is merged into all layers. The sides take
-turns; the median of the rounds counts. `cp` copies the new bundle with its folder, and writes it back to the disk as `apply` does.
+random, an optimizer adds up to 1e-6 to weights whose float32 copies it keeps, and a LoRA of rank 16 is merged into all layers. The sides
+take turns; the median of the rounds counts. `cp` copies the new bundle with its folder, and writes it back to the disk as `apply` does.
 """
 
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="the size of the weights")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", action="store_true", help="also run zstd --patch-from and bsdiff4, which take minutes")
+    parser.add_argument(
+        "--peers", action="store_true", help="also run zstd --patch-from and bsdiff4, which take minutes"
+    )
     parser.add_argument("--folder", type=Path, help="where the bundles are written; by default a temporary folder")
     options = parser.parse_args()
     with benchmark_results(options.json) as results, tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -56,9 +58,13 @@ def small_manifest(folder: Path) -> Manifest:
     return bundle.manifest
 
 
-def write_version(path: Path, manifest: Manifest, shapes: list[tuple[int, ...]], values: Callable[[int], Array]) -> None:
+def write_version(
+    path: Path, manifest: Manifest, shapes: list[tuple[int, ...]], values: Callable[[int], Array]
+) -> None:
     """Write a bundle with the weight file that has the values of each tensor, by its number, as bfloat16."""
-    specs = [TensorSpec(name=f"layers.{index}.weight", dtype="bfloat16", shape=shape) for index, shape in enumerate(shapes)]
+    specs = [
+        TensorSpec(name=f"layers.{index}.weight", dtype="bfloat16", shape=shape) for index, shape in enumerate(shapes)
+    ]
     with BundleWriter(path, overwrite=False) as writer:
         for entry in manifest.files:
             if entry.name != WEIGHTS:
@@ -95,7 +101,10 @@ def optimizer_step(index: int, values: Array) -> Array:
 def merged_adapter(index: int, values: Array) -> Array:
     """The product of a LoRA added to the rounded weights."""
     random = numpy.random.default_rng(3 * 10**6 + index)
-    a, b = (random.standard_normal(shape, dtype=numpy.float32) for shape in ((values.shape[0], _RANK), (_RANK, values.shape[1])))
+    a, b = (
+        random.standard_normal(shape, dtype=numpy.float32)
+        for shape in ((values.shape[0], _RANK), (_RANK, values.shape[1]))
+    )
     old = (rounded(values).astype(numpy.uint32) << 16).view(numpy.float32).reshape(values.shape)
     return old + numpy.float32(7e-5) * (a @ b)
 
@@ -117,7 +126,9 @@ def measure_steps(results: BenchmarkResults, folder: Path, manifest: Manifest, o
         f"deltas of {size / 1e9:.2f} GB of bfloat16, median of {options.rounds}",
         "step", "changed, %", "bytes, % of the model", "make, s", "apply, s", "cp and sync, s", "apply, GB/s", "speed over cp",
     )  # fmt: skip
-    peers = results.table("a merged LoRA by other tools", "tool", "bytes, MB", "bytes, % of the file", "make, s", "apply, s")
+    peers = results.table(
+        "a merged LoRA by other tools", "tool", "bytes, MB", "bytes, % of the file", "make, s", "apply, s"
+    )
     for step_name, step in STEPS.items():
         new, delta = folder / "new.stagepack", folder / "step.delta"
         write_version(new, manifest, shapes, lambda index, step=step: step(index, values_of(index, shapes[index])))
@@ -140,7 +151,9 @@ def measure_steps(results: BenchmarkResults, folder: Path, manifest: Manifest, o
 
 def changed_share(old: Path, new: Path) -> float:
     """The share of elements that differ, in the first tensors."""
-    first, second = (numpy.fromfile(path / WEIGHTS, numpy.uint16, count=2 * WIDTH * WIDTH, offset=4096) for path in (old, new))
+    first, second = (
+        numpy.fromfile(path / WEIGHTS, numpy.uint16, count=2 * WIDTH * WIDTH, offset=4096) for path in (old, new)
+    )
     return float((first != second).mean())
 
 
@@ -157,7 +170,7 @@ def apply_in_turns(folder: Path, old: Path, new: Path, delta: Path, rounds: int)
         stagepack.apply_deltas(old, [delta], out=out)
 
     def copy_folder() -> None:
-        subprocess.run(["cp", "-r", new, copy], check=True)
+        subprocess.run(["/bin/cp", "-r", new, copy], check=True)
         for path in (*copy.iterdir(), copy):
             synchronize(path)
 
@@ -178,8 +191,16 @@ def measure_zstd(peers: Any, folder: Path, old: Path, new: Path) -> None:
     patch, out = folder / "patch.zst", folder / "patched"
     options = ["zstd", "-q", "-f", "--long=31", "-T0", f"--patch-from={old}"]
     make_seconds = seconds_of(lambda: subprocess.run([*options, str(new), "-o", str(patch)], check=True))
-    apply_seconds = seconds_of(lambda: subprocess.run([*options, "--memory=4096MB", "-d", str(patch), "-o", str(out)], check=True))
-    peers.add("zstd --patch-from", patch.stat().st_size / 1e6, 100 * patch.stat().st_size / new.stat().st_size, make_seconds, apply_seconds)
+    apply_seconds = seconds_of(
+        lambda: subprocess.run([*options, "--memory=4096MB", "-d", str(patch), "-o", str(out)], check=True)
+    )
+    peers.add(
+        "zstd --patch-from",
+        patch.stat().st_size / 1e6,
+        100 * patch.stat().st_size / new.stat().st_size,
+        make_seconds,
+        apply_seconds,
+    )
     patch.unlink()
     out.unlink()
 
@@ -197,13 +218,21 @@ def measure_bsdiff(peers: Any, shape: tuple[int, ...]) -> None:
     patch = bsdiff4.diff(old.tobytes(), new.tobytes())
     made = time.perf_counter()
     assert bsdiff4.patch(old.tobytes(), patch) == new.tobytes()
-    peers.add(f"bsdiff4, a tensor of {old.nbytes / 1e6:.1f} MB", len(patch) / 1e6, 100 * len(patch) / old.nbytes, made - start, time.perf_counter() - made)
+    peers.add(
+        f"bsdiff4, a tensor of {old.nbytes / 1e6:.1f} MB",
+        len(patch) / 1e6,
+        100 * len(patch) / old.nbytes,
+        made - start,
+        time.perf_counter() - made,
+    )
     start = time.perf_counter()
     _, count, frames = encode_smallest(new, old)
     made = time.perf_counter()
     assert ((old ^ decode_planes([memoryview(frame) for frame in frames], count, 2)) == new).all()
     size = sum(map(len, frames))
-    peers.add("stagepack, the same tensor", size / 1e6, 100 * size / old.nbytes, made - start, time.perf_counter() - made)
+    peers.add(
+        "stagepack, the same tensor", size / 1e6, 100 * size / old.nbytes, made - start, time.perf_counter() - made
+    )
 
 
 def measure_small_tensors(results: BenchmarkResults, folder: Path, manifest: Manifest, options: Any) -> None:
@@ -219,7 +248,9 @@ def measure_small_tensors(results: BenchmarkResults, folder: Path, manifest: Man
         shapes: list[tuple[int, ...]] = [(elements // count,)] * count
         old, new, delta = (folder / f"{kind}-{count}" for kind in ("old", "new", "delta"))
         write_version(old, manifest, shapes, lambda index, shapes=shapes: values_of(index, shapes[index]))
-        write_version(new, manifest, shapes, lambda index, shapes=shapes: replaced(index, values_of(index, shapes[index])))
+        write_version(
+            new, manifest, shapes, lambda index, shapes=shapes: replaced(index, values_of(index, shapes[index]))
+        )
         made[count] = seconds_of(lambda old=old, new=new, delta=delta: stagepack.delta(old, new, out=delta))
         paths[count] = old, delta
 

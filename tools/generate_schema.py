@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from stagepack.deltas.document import DeltaDocument
 from stagepack.format.graph import FoldedGraph
 from stagepack.format.manifest import MAJOR, Manifest
 from stagepack.format.operators import random_operators
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
     """Write the files, or tell which ones differ."""
     wanted = {
         "manifest.schema.json": schema_of(Manifest, "manifest.json of a stagepack bundle"),
+        "delta.schema.json": schema_of(DeltaDocument, "manifest.json of a stagepack delta"),
         "graph.schema.json": schema_of(FoldedGraph, "A stage's graph, as the JSON that stands for its msgpack"),
         "random-operators.txt": "".join(f"{name}\n" for name in sorted(random_operators())),
     }

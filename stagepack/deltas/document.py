@@ -5,7 +5,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from stagepack.format.chunks import File
-from stagepack.format.limits import Int64
+from stagepack.format.limits import Int64, is_plain
 from stagepack.format.manifest import VERSION
 
 DELTA_FORMAT: Final = "stagepack delta"
@@ -23,6 +23,13 @@ WEIGHT_VERSION_CHARACTERS: Final = 256
 GAP_ESCAPE: Final = 255
 
 Code = Literal["sparse", "dense", "whole"]
+
+
+def is_weight_version(text: object) -> bool:
+    """Whether a text may be the name of a version (Y2)."""
+    if not isinstance(text, str) or len(text) > WEIGHT_VERSION_CHARACTERS:
+        return False
+    return not any(character < " " or character == "\x7f" for character in text) and is_plain(text)
 
 
 def gap_bytes(count: int, elements: int) -> int:

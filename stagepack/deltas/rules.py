@@ -14,6 +14,7 @@ from stagepack.deltas.document import (
     DeltaDocument,
     Part,
     gap_bytes,
+    is_weight_version,
 )
 from stagepack.errors import Problem
 from stagepack.format import limits
@@ -35,8 +36,12 @@ def _check(document: DeltaDocument) -> Iterator[BrokenRule]:
     digests = (document.base, document.result)
     if not all(map(DIGEST_PATTERN.fullmatch, digests)) or document.base == document.result:
         yield "Y1", "base, result", "expected two different digests of 64 hexadecimal digits"
-    if len(document.weight_version) > WEIGHT_VERSION_CHARACTERS or not document.weight_version.isprintable():
-        yield "Y2", "weight_version", f"expected at most {WEIGHT_VERSION_CHARACTERS} printable characters"
+    if not is_weight_version(document.weight_version):
+        yield (
+            "Y2",
+            "weight_version",
+            f"expected at most {WEIGHT_VERSION_CHARACTERS} characters, none of them a control character",
+        )
     yield from check_files(document.files)
     files = {file.name: file for file in document.files}
     data_names = [changed.data for changed in document.changed]

@@ -15,6 +15,7 @@ from stagepack.deltas.document import (
     WEIGHT_VERSION_CHARACTERS,
     ChangedFile,
     DeltaDocument,
+    is_weight_version,
 )
 from stagepack.deltas.encoding import EncodedFile, FileVersions, Segment, plain_segments, weight_segments
 from stagepack.deltas.rules import check_document
@@ -122,9 +123,9 @@ def _write_files(writer: BundleWriter, old: Bundle, new: Bundle) -> list[Changed
 
 def check_version_name(version: str) -> None:
     """Refuse a version that no delta may have (Y2)."""
-    if not isinstance(version, str) or len(version) > WEIGHT_VERSION_CHARACTERS or not version.isprintable():
+    if not is_weight_version(version):
         raise OptionError(
-            f"version: expected a text of up to {WEIGHT_VERSION_CHARACTERS} printable characters, found {str(version)[:80]!r}"
+            f"version: expected a text of up to {WEIGHT_VERSION_CHARACTERS} characters, no control characters, found {str(version)[:80]!r}"
         )
 
 

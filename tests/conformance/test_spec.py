@@ -12,6 +12,7 @@ import msgpack
 import msgspec
 import pytest
 
+from stagepack.deltas import document
 from stagepack.format import dtypes, folded_graph, graph, limits, manifest, plan, shapes, tree
 from stagepack.format.operators import DENIED, HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, listed_verdicts
 from tests.conformance.vectors import SCHEMA, TINY, all_rules, cases
@@ -20,7 +21,7 @@ ROOT = SCHEMA.parent
 SPEC = (SCHEMA / "SPEC.md").read_text()
 TYPES = {
     name: kind
-    for module in (manifest, plan, tree, shapes, graph, folded_graph)
+    for module in (manifest, plan, tree, shapes, graph, folded_graph, document)
     for name, kind in vars(module).items()
     if isinstance(kind, type)
     and issubclass(kind, msgspec.Struct)
@@ -69,6 +70,12 @@ def test_fields_stand_in_the_order_of_the_tables(name: str) -> None:
     assert stated == [(field.name, default_of(field)) for field in msgspec.structs.fields(TYPES[name])]
 
 
+def test_items_of_a_part_stand_in_the_order_of_their_table() -> None:
+    table = re.search(r"^\| item of a Part \|.*\n\|---.*\n((?:\|.*\n)+)", SPEC, re.MULTILINE)
+    assert table
+    assert tuple(re.findall(r"^\| `(\w+)` ", table[1], re.MULTILINE)) == document.Part.__struct_fields__
+
+
 def default_of(field: msgspec.structs.FieldInfo) -> str:
     """The default of a field as the tables write it."""
     if field.default_factory is not msgspec.NODEFAULT:
@@ -82,7 +89,8 @@ def test_every_type_is_described() -> None:
     assert all(re.search(rf"\b{name}\b", SPEC) for name in TYPES if not name.endswith(("Arg", "Leaf", "Tree")))
     trees = {kind.__struct_config__.tag for kind in (*tree.Tree.__args__,)}
     assert trees == set(re.findall(r"^\| `(\w+)` \| `[a-z_]+`: ", SPEC, re.MULTILINE))
-    arguments = {kind.__struct_config__.tag for kind in TYPES.values() if kind.__struct_config__.array_like}
+    configs = [kind.__struct_config__ for kind in TYPES.values()]
+    arguments = {config.tag for config in configs if config.array_like and config.tag is not None}
     assert arguments == set(re.findall(r'^\| `\["(\w+)", ', SPEC, re.MULTILINE))
 
 

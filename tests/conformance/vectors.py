@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 
+from stagepack.deltas.changed_bytes import ChangedBytes
+from stagepack.deltas.delta import Delta
+from stagepack.deltas.document import ChangedFile, Part
+from stagepack.deltas.patches import patched_bundle
 from stagepack.errors import FormatError, StagepackError
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph_codec import decode_graph, encode_graph, read_graph
@@ -28,6 +33,7 @@ from tests.protobuf_fields import message
 SCHEMA = Path(__file__).parents[2] / "schema"
 VECTORS = SCHEMA / "vectors"
 TINY = VECTORS / "bundle" / "tiny.stagepack"
+TINY_DELTA = VECTORS / "deltas" / "tiny.delta"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +199,34 @@ def _dim(dim: Any) -> Dim:
     return decode_graph(msgpack.packb(graph), "shape").inputs[0].shape[0]
 
 
+def _read_delta(case: Case, folder: Path) -> None:
+    """The delta of a case, and the bundle that it makes of the tiny one; applied to its result again as often as `times` says."""
+    editor = BundleEditor.copy(TINY_DELTA, folder / "case.delta")
+    for edit in case.fields["edit"]:
+        _edit_file(editor, edit)
+    delta = Delta(editor.path)
+    delta.verify(strict=case.fields.get("strict", False))
+    patched_bundle(Bundle(TINY), [delta] * case.fields.get("times", 1)).verify()
+
+
+def _read_part(case: Case, folder: Path) -> None:
+    """Apply one part to bytes of the base."""
+    start, size, code, width, count, frames = case.fields["part"]
+    part = Part(start, size, code, width, count, tuple(len(frame) // 2 for frame in frames))
+    editor = BundleEditor.copy(TINY_DELTA, folder / "case.delta")
+    editor.write_file("stage-0.safetensors.changes", bytes.fromhex("".join(frames)))
+    changed = ChangedFile(name="stage-0.safetensors", data="stage-0.safetensors.changes", parts=(part,))
+    fields = editor.manifest()
+    fields["changed"] = [msgspec.to_builtins(changed)]
+    editor.write_manifest(fields)
+    content = bytearray.fromhex(case.fields["base"])
+    ChangedBytes(Delta(editor.path), changed).apply(start, memoryview(content))
+    assert content.hex() == case.fields["result"]
+
+
 _READERS = {
+    "deltas": _read_delta,
+    "parts": _read_part,
     "manifest": _read_manifest,
     "graph": _read_graph,
     "calls": _read_calls,
@@ -209,6 +242,8 @@ def _edit_file(editor: BundleEditor, edit: dict[str, Any]) -> None:
     match edit["op"]:
         case "header":
             editor.edit_weight_header(path.name, lambda fields: _apply(fields, edit["edit"]))
+        case "store":
+            editor.write_file(path.name, bytes.fromhex(edit["hex"]))
         case "patch" if path.name == MANIFEST_NAME:
             editor.write_manifest(edited(editor.manifest(), edit["edit"]))
         case "patch":
