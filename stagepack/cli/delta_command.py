@@ -17,10 +17,9 @@ class _Options:
     old_path: str = argument("OLD", type=BundleType())
     new_path: str = argument("NEW", type=BundleType())
     out: str = flag("-o, --out FOLDER", "Delta to write.", required=True)
-    version: str = flag(
+    version: str | None = flag(
         "--version TEXT",
         f"Name of the new version, such as the step of its trainer, of up to {WEIGHT_VERSION_CHARACTERS} characters.",
-        default="",
         default_text="none",
     )
     overwrite: bool = flag("--overwrite", "Replace an existing delta.")
@@ -50,7 +49,11 @@ def command(options: _Options) -> None:
         from stagepack.roads.delta import write_delta  # noqa: PLC0415 - numpy, after the arguments are checked
 
         delta = write_delta(
-            options.old_path, options.new_path, out=options.out, version=options.version, overwrite=options.overwrite
+            options.old_path,
+            options.new_path,
+            out=options.out,
+            version=options.version or "",
+            overwrite=options.overwrite,
         )
     seconds = time.perf_counter() - start_time
     if options.as_json:

@@ -217,8 +217,10 @@ class ListedFiles(ABC):
         Raises:
             RemoteError, DigestError, WriteError: see `fetch`.
         """
+        if self.source is None or self.patches is not None:
+            return False
         damaged = [self._entry(problem.where) for problem in problems]
-        if not damaged or self.source is None or self.patches is not None:
+        if not damaged:
             return False
         self.source.discard(damaged)
         self.source.fetch(damaged)
