@@ -7,10 +7,12 @@ import click
 from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import BundleType, OutputFolderType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
-from stagepack.cli.output import print_json
+from stagepack.cli.output import print_json, print_line
 from stagepack.cli.shared_flags import DIGEST, JSON, open_argument, refuse_url
 from stagepack.cli.termination import orderly_termination
+from stagepack.format.quantities import format_bytes
 from stagepack.format.writer import check_output_path
+from stagepack.opening import open_delta
 
 
 @option_object
@@ -51,9 +53,14 @@ def command(options: _Options) -> None:
         from stagepack.roads.apply_deltas import apply_deltas  # noqa: PLC0415 - numpy, after the arguments are checked
 
         old_bundle = open_argument(options.bundle_path)
-        bundle = apply_deltas(old_bundle, options.deltas, out=out, overwrite=options.overwrite or options.in_place)
+        deltas = [open_delta(path) for path in options.deltas]
+        bundle = apply_deltas(old_bundle, deltas, out=out, overwrite=options.overwrite or options.in_place)
     seconds = time.perf_counter() - start_time
     if options.as_json:
         print_json(bundle_facts(bundle) | {"seconds": round(seconds, 3)})
     else:
         print_written(bundle, out, seconds)
+        delta_bytes = sum(file.size for delta in deltas for file in delta.listed)
+        if delta_bytes > (bundle_bytes := sum(file.size for file in bundle.listed)):
+            sizes = f"{format_bytes(delta_bytes)}, the bundle {format_bytes(bundle_bytes)}"
+            print_line(f"the deltas have {sizes}: the whole bundle is cheaper to send")

@@ -87,7 +87,6 @@ def write_delta(
         else:
             from stagepack.roads.weights_delta import write_weight_changes  # noqa: PLC0415 - torch, which two bundles do not need
 
-            check_is_written(old_bundle)
             version_of_weights = write_weight_changes(writer, old_bundle, new)
             result, changed = version_of_weights.manifest, version_of_weights.changed
         result_digest = stated_and_actual_digest(result)[1]

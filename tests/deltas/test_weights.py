@@ -44,7 +44,8 @@ def test_weights_become_the_next_version(
     x = torch.randn(2, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(stagepack.load(versions.a, deltas=[delta])(x), versions.model("b")(x))
-    again = stagepack.delta(bundle, versions.model("c").state_dict(), out=tmp_path / "c.delta")
+    composed = stagepack.open(versions.a, deltas=[delta])
+    again = stagepack.delta(composed, versions.model("c").state_dict(), out=tmp_path / "c.delta")
     with torch.no_grad():
         assert torch.equal(stagepack.load(versions.a, deltas=[delta, again])(x), versions.model("c")(x))
 

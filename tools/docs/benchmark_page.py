@@ -26,6 +26,7 @@ SECTION_TITLES = {
     "hops": "From one process to the next",
     "train": "A training step",
     "generate": "Generating",
+    "delta": "Deltas",
 }
 
 
