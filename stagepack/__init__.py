@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     __version__: str
     from stagepack import distributed as distributed
     from stagepack import ray as ray
+    from stagepack.adapter.write import write_adapter as write_adapter
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.cli.report_page import write_report as report
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from stagepack.roads.assets import remove_assets as remove_assets
     from stagepack.roads.delta import write_delta as delta
     from stagepack.roads.export import export as export
+    from stagepack.roads.merge import merge_adapter as merge_adapter
     from stagepack.roads.onnx import add_onnx as add_onnx
     from stagepack.roads.plan import plan_model as plan
     from stagepack.roads.recut import recut as recut
@@ -61,8 +63,9 @@ _HOMES = {
     "load": ("stagepack_loaders.load", "load"),
     "load_entry_points": ("stagepack_loaders.entry_points", "load_entry_points"),
     "load_stage": ("stagepack_loaders.load_stage", "load_stage"),
-    "open_delta": ("stagepack.opening", "open_delta"),
+    "merge_adapter": ("stagepack.roads.merge", "merge_adapter"),
     "open": ("stagepack.opening", "open_bundle"),
+    "open_delta": ("stagepack.opening", "open_delta"),
     "plan": ("stagepack.roads.plan", "plan_model"),
     "read_plan": ("stagepack.partition.cut_options", "read_plan"),
     "read_profile": ("stagepack.partition.profile", "read_profile"),
@@ -74,6 +77,7 @@ _HOMES = {
     "sign": ("stagepack.signing.sign", "sign_bundle"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
     "verify": ("stagepack.opening", "verify_bundle"),
+    "write_adapter": ("stagepack.adapter.write", "write_adapter"),
 }
 
 # Public modules. `ray` is not in `__all__`: its package is rarely installed, and completion of names would raise for it.
@@ -98,6 +102,7 @@ __all__ = [
     "load",
     "load_entry_points",
     "load_stage",
+    "merge_adapter",
     "open",
     "open_delta",
     "plan",
@@ -112,6 +117,7 @@ __all__ = [
     "split_here",
     "train",
     "verify",
+    "write_adapter",
 ]
 
 

@@ -121,6 +121,10 @@ class OperatorError(StagepackError):
     """
 
 
+class AdapterError(StagepackError):
+    """An adapter does not fit the bundle, or changes weights in a way that no graph applies; the message names what, and what to do."""
+
+
 class CompiledError(StagepackError):
     """Compiled code is of another bundle, for another device or version of torch, or damaged. Compile the bundle again."""
 

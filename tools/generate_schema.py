@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from stagepack.adapter.document import AdapterDocument
 from stagepack.deltas.document import DeltaDocument
 from stagepack.format.graph import FoldedGraph
 from stagepack.format.manifest import MAJOR, Manifest
@@ -38,6 +39,7 @@ def _described(schema: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     """Write the files, or tell which ones differ."""
     wanted = {
+        "adapter.schema.json": schema_of(AdapterDocument, "adapter.json of an adapter"),
         "manifest.schema.json": schema_of(Manifest, "manifest.json of a stagepack bundle"),
         "delta.schema.json": schema_of(DeltaDocument, "manifest.json of a stagepack delta"),
         "graph.schema.json": schema_of(FoldedGraph, "A stage's graph, as the JSON that stands for its msgpack"),

@@ -1,7 +1,7 @@
 """How a bundle is loaded, and how its processes run: the keywords of `stagepack.load`, made once, handed on whole."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypedDict, get_args
 
 from msgspec import Struct, structs
@@ -188,6 +188,15 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
             default_text="off",
         ),
     ] = None
+    adapters: Annotated[
+        Sequence[str],
+        Option(
+            "--adapter FOLDER",
+            "Load this adapter, written by 'stagepack adapter', over the weights of the bundle: FOLDER, or NAME=FOLDER. Requests choose it "
+            "by its name. Repeatable.",
+            default_text="none",
+        ),
+    ] = ()
     placement: PlacementOptions = PlacementOptions()
     modules: bool = False
 
@@ -204,6 +213,10 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
                 structs.force_setattr(self, "device_memory", parse_byte_size(self.device_memory))
             except ValueError as error:
                 raise OptionError(f"device_memory: {error}") from None
+        if self.adapters:
+            for excluded in ("compile", "compiled", "stream", "device_memory", "modules"):
+                if getattr(self, excluded) not in (False, None):
+                    raise OptionError(f"adapters excludes {excluded}: leave out one of them, or merge the adapter")
         if self.arriving is not None:
             for excluded in ("compile", "compiled", "copy", "modules", "stream"):
                 if excluded != self.arriving and getattr(self, excluded) not in (False, None):
@@ -232,6 +245,15 @@ def device_list(devices: Any, device: Any = None) -> list[Any]:
     if devices is None:
         return ["cpu"]
     return list(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+
+
+def adapter_list(adapters: Any) -> list[str]:
+    """Return the adapters that a caller names as ``FOLDER`` or ``NAME=FOLDER``: a list of folders, or folders by name."""
+    if isinstance(adapters, Mapping):
+        return [f"{name}={os.fspath(folder)}" for name, folder in adapters.items()]
+    if isinstance(adapters, str | bytes) or not isinstance(adapters, Sequence):
+        raise OptionError(f"adapters: expected a list of folders, or a dict of folders by name, found {adapters!r}")
+    return [os.fspath(folder) for folder in adapters]
 
 
 def folder_name(compiled: str | os.PathLike[str] | None) -> str | None:

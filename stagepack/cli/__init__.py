@@ -21,6 +21,7 @@ _COMMAND_GROUPS = {
         "plan": "Show how a model or a bundle would be cut.",
         "recut": "Write a bundle with another cut.",
         "onnx": "Add ONNX files to a bundle.",
+        "adapter": "Write an adapter of peft for a bundle, or merge it into one.",
         "asset": "Add files such as a tokenizer to a bundle, list or remove them.",
         "compile": "Compile a bundle to native code.",
         "delta": "Write what differs between a bundle and its next version.",

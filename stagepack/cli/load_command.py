@@ -89,6 +89,7 @@ class _Options(BundleOptions):
         LoadOptions, "compile", is_flag=False, flag_value="regions", type=click.Choice(["regions", "whole"])
     )
     compiled_folder: str | None = COMPILED
+    adapters: tuple[str, ...] = flag_of(LoadOptions, "adapters")
     processes: int | None = PROCESSES
     trace_file: Path | None = flag(
         "--trace FILE",
@@ -124,6 +125,7 @@ class _Options(BundleOptions):
             verify=self.verify,
             compile=self.compile_mode or False,
             compiled=self.compiled_folder,
+            adapters=self.adapters,
             placement=self.placement,
             **structs.asdict(self.weights),
         )
@@ -196,8 +198,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         ),
         (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
         (
-            is_one_stage and options.placement.is_given,
-            "--stage loads one stage: leave out --memory, --speed, --profile, --link and --placement",
+            is_one_stage and (options.placement.is_given or options.adapters),
+            "--stage loads one stage: leave out --memory, --speed, --profile, --link, --placement and --adapter",
         ),
         (is_one_stage and options.trace_file, "--trace runs the whole pipeline: leave out --stage"),
         (options.compile_mode and options.compiled_folder, "--compile and --compiled cannot be used together"),
@@ -340,15 +342,15 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
         at_once = DEFAULT_IN_FLIGHT if options.processes or is_launched_group() else 1
         facts["trace"] = trace_requests(pipeline, inputs, options.request_count, options.trace_file, at_once=at_once)
     if options.inputs_file is None:
-        tolerance = Tolerance(options.rtol, options.atol)
-        facts["difference"] = example.compare_results(pipeline, results, expected, tolerance)
+        facts["difference"] = example.compare_results(
+            pipeline, results, expected, Tolerance(options.rtol, options.atol)
+        )
     return facts
 
 
 def _compile_seconds(options: _Options, bundle: Bundle) -> float:
     """Return how long the compilers of the runtimes have worked in this process, in seconds."""
-    runtime_names = set(runtime_name_of_each_stage(options.runtimes, bundle))
-    return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in runtime_names)
+    return sum(find_runtime(name).compile_seconds() for name in {*runtime_name_of_each_stage(options.runtimes, bundle)})
 
 
 def _report(bundle: Bundle, facts: dict[str, Any], options: _Options) -> None:
@@ -391,9 +393,10 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
     elif options.inputs_file is not None:
         print_line(f"ran {options.inputs_file}: {outputs}")
     phases: dict[str, float] = facts["start"]
-    goal = "first answer" if "first call" in phases else "loaded"
     durations = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items())
-    print_line(f"{goal} after {sum(phases.values()):.3f} s: {durations}")
+    print_line(
+        f"{'first answer' if 'first call' in phases else 'loaded'} after {sum(phases.values()):.3f} s: {durations}"
+    )
     if "all_weights" in facts:
         print_line(f"all weights after {facts['all_weights']:.3f} s")
     if options.outputs_file:

@@ -124,6 +124,7 @@ class ServeOptions:
     allow_ops: tuple[str, ...] = ALLOW_OPS
     imports: tuple[str, ...] = IMPORTS
     compiled_folder: str | None = COMPILED
+    adapters: tuple[str, ...] = flag_of(LoadOptions, "adapters")
     verify: Verify = VERIFY
     trusted_files: tuple[str, ...] = SIGNATURE
     weights: WeightOptions = flags_of(
@@ -250,6 +251,7 @@ class ServeOptions:
             allow_ops=self.allow_ops,
             verify=self.verify,
             compiled=self.compiled_folder,
+            adapters=self.adapters,
             placement=self.placement,
             **structs.asdict(weights),
         )

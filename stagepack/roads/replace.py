@@ -5,7 +5,7 @@ The new bundle has the graphs, edges and plan of the old one. It records the ans
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from stagepack.linearize.captured_example import tensor_source
 from stagepack.linearize.program_tensors import dtype_name
 from stagepack.linearize.weight_table import is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, opened
+from stagepack.roads.bundle_builder import BundleBuilder
 from stagepack.roads.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_points
 
 # Fields of a configuration that change no answer, or only by weights and buffers, which come from the new model.
@@ -88,15 +89,25 @@ def replace_weights(
     builder, versions = begin_rewriting(old_bundle, out, overwrite=overwrite)
     progress("read the checkpoint")
     found = find_replacements(old_bundle, source, needed_names)
-    replacements = found.replacements
-    progress("write")
     builder.files = {**builder.files, **found.files}
+    return write_replaced(builder, read_entry_points(old_bundle, versions), found.replacements, allow_ops, progress)
+
+
+def write_replaced(
+    builder: BundleBuilder,
+    entry_points: Iterable[StoredEntryPoint],
+    replacements: Mapping[str, CheckpointTensor],
+    allow_ops: Collection[str],
+    progress: Callable[[str], None],
+) -> Bundle:
+    """Write a bundle with the graphs of another one, and other tensors in the place of some, by their stored names."""
+    progress("write")
 
     def record_example(stored: StoredEntryPoint, draft: Bundle) -> TensorSource:
         progress("run the example")
         return _example_with_new_answer(stored, draft, allow_ops)
 
-    for stored in read_entry_points(old_bundle, versions):
+    for stored in entry_points:
         graphs = tuple(_with_new_zeros(graph, replacements) for graph in stored.graphs)
         content = replace(replace(stored, graphs=graphs).content, record_example=partial(record_example, stored))
         builder.add(content, _with_replacements(stored.weights, replacements))

@@ -47,7 +47,7 @@ def folder(user: Path) -> Path:
     [
         pytest.param(command, marks=TAKES_PORTS if command == "serve" else ())
         for command in COMMANDS
-        if command not in ("asset", "cache", "doctor", "export", "plan", "pull")
+        if command not in ("adapter", "asset", "cache", "doctor", "export", "plan", "pull")
     ],
 )
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, folder: Path) -> None:
@@ -64,6 +64,17 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, 
     ("arguments", "says"),
     [
         ("inspect broken", "manifest.json: not JSON"),
+        ("adapter empty --base broken -o out", "manifest.json: not JSON"),
+        (
+            "adapter empty --base BUNDLE -o out",
+            "empty: expected the folder of an adapter of peft, with adapter_config.json",
+        ),
+        ("adapter empty --base BUNDLE --merge -o out", "empty: not an adapter of stagepack"),
+        (
+            "load BUNDLE --adapter empty",
+            "empty: not an adapter of stagepack: expected a folder with a file adapter.json",
+        ),
+        ("load BUNDLE --adapter a=empty --adapter a=broken", "adapters: two have the name 'a'"),
         ("inspect BUNDLE --stage 9", "--stage: expected a stage from 0 to 2, found 9"),
         ("inspect BUNDLE --stage -1", "--stage: expected a stage from 0 to 2, found -1"),
         ("inspect BUNDLE --graph --stage 3", "--stage: expected a stage from 0 to 2, found 3"),

@@ -13,7 +13,9 @@ from typing import Any
 
 import msgpack
 import msgspec
+from blake3 import blake3
 
+from stagepack.adapter.opened import open_adapter
 from stagepack.deltas.changed_bytes import ChangedBytes
 from stagepack.deltas.delta import Delta
 from stagepack.deltas.document import ChangedFile, Part
@@ -186,6 +188,22 @@ def _read_onnx(case: Case, folder: Path) -> None:
     Bundle(editor.path).verify()
 
 
+def _read_adapter(case: Case, folder: Path) -> None:
+    base = case.document()
+    header = encode_header(base["header"])
+    end = max((entry["data_offsets"][1] for entry in base["header"].values()), default=0)
+    content = weight_file(header, bytes(end))
+    (folder / "adapter.safetensors").write_bytes(content)
+    digest = {"name": "adapter.safetensors", "size": len(content), "blake3": blake3(content).hexdigest()}
+    document = base["document"]
+    document["file"] = digest | document["file"]
+    if case.fields.get("sealed", True):
+        (folder / "adapter.json").write_bytes(encode_manifest(document))
+    else:
+        (folder / "adapter.json").write_text(json.dumps(document))
+    open_adapter(folder).verify()
+
+
 def _read_shape(case: Case, folder: Path) -> None:
     try:
         found: Any = evaluate_dim(_dim(case.fields["dim"]), case.fields["sizes"])
@@ -234,6 +252,7 @@ _READERS = {
     "onnx": _read_onnx,
     "bundle": _read_bundle,
     "shapes": _read_shape,
+    "adapter": _read_adapter,
 }
 
 

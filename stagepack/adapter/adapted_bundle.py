@@ -1,0 +1,181 @@
+"""A bundle that is loaded with adapters: its stages take one more input, the number of the adapter of each row."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy
+from msgspec.structs import replace
+
+from stagepack.adapter.opened import OpenAdapter, open_adapter
+from stagepack.errors import InputError, OptionError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.file_source import FileStream
+from stagepack.format.graph import Graph, Value
+from stagepack.format.graph_codec import GraphFile
+from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.reader import Bundle
+from stagepack.format.rules import FILE_NAME_PATTERN
+from stagepack.format.validate.files import NamedWeights
+from stagepack.format.weights import StoredTensor
+
+# The name of the input. Names of values are identifiers, so no bundle has it (SPEC G1).
+ROWS_NAME: Final = "adapter.rows"
+_NAMED = re.compile(r"(?P<name>[^=/\\]+)=(?P<path>.+)", re.DOTALL)
+
+
+def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of adapters by name: ``NAME=FOLDER``, or ``FOLDER``, whose last part is the name."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        match = _NAMED.fullmatch(text)
+        folder = Path(match["path"] if match else text)
+        name = match["name"] if match else folder.name
+        if not FILE_NAME_PATTERN.fullmatch(name):
+            raise OptionError(
+                f"adapters: expected a name of letters, digits and '_.-' as in NAME=FOLDER, found {name[:80]!r} of {text[:200]!r}"
+            )
+        if name in folders:
+            raise OptionError(f"adapters: two have the name {name!r}: give them other names as NAME=FOLDER")
+        folders[name] = folder
+    return folders
+
+
+def with_adapters(bundle: Bundle, given: Sequence[str]) -> Bundle:
+    """Return a bundle with adapters, which are opened and compared with it; the same bundle if there are none."""
+    if not given:
+        return bundle
+    adapters = {name: open_adapter(folder) for name, folder in adapter_folders(given).items()}
+    for adapter in adapters.values():
+        adapter.check_base(bundle)
+    return AdaptedBundle(bundle, adapters)
+
+
+class AdaptedBundle(Bundle):
+    """A bundle with adapters, in the stages of another one; see `with_adapters`.
+
+    Attributes:
+        adapters: the adapters by name. The first one has the number 1; the number 0 stands for none.
+        batch: the symbol of the rows of a batch; None if the model has none: then a call has one adapter.
+    """
+
+    def __init__(self, plain: Bundle, adapters: Mapping[str, OpenAdapter]) -> None:
+        vars(self).update(vars(plain))
+        self.__dict__.pop("_facts", None)
+        self._plain = plain
+        self.adapters = dict(adapters)
+        entry_point = plain.entry_point
+        self.batch = batch_symbol(entry_point)
+        stage_numbers = tuple(range(len(entry_point.stages)))
+        shape = (1,) if self.batch is None else (self.batch,)
+        self.rows_edge = Edge(name=ROWS_NAME, dtype="int64", shape=shape, consumers=stage_numbers)
+        count = len(entry_point.inputs)
+        stages = tuple(replace(stage, inputs=(*stage.inputs, ROWS_NAME)) for stage in entry_point.stages)
+        self.selected = _with_edge(replace(entry_point, stages=stages), self.rows_edge, count)
+        self._graph_files: dict[tuple[int, bool], GraphFile] = {}
+
+    @property
+    def stored(self) -> Bundle:
+        """See `Bundle`."""
+        return self._plain.stored
+
+    def stored_stages(self, stage_number: int) -> range:
+        """See `Bundle`."""
+        return self._plain.stored_stages(stage_number)
+
+    def select(self, name: str) -> Bundle:
+        """See `Bundle`."""
+        return self._plain.select(name)
+
+    def without_digests(self) -> "AdaptedBundle":
+        """See `Bundle`."""
+        return AdaptedBundle(self._plain.without_digests(), self.adapters)
+
+    def node_numbers(self, stage_number: int) -> list[int]:
+        """See `Bundle`."""
+        return self._plain.node_numbers(stage_number)
+
+    def graph_file(self, stage_number: int, *, module_calls: bool = True) -> GraphFile:
+        """See `Bundle`."""
+        key = stage_number, module_calls
+        if key not in self._graph_files:
+            folded, graph = self._plain.graph_file(stage_number, module_calls=module_calls)
+            rows = Value(name=ROWS_NAME, dtype="int64", shape=self.rows_edge.shape)
+            inputs = (*graph.inputs, rows)
+            self._graph_files[key] = GraphFile(replace(folded, inputs=inputs), replace(graph, inputs=inputs))
+        return self._graph_files[key]
+
+    def graphs(self) -> tuple[Graph, ...]:
+        """See `Bundle`."""
+        self._plain.graphs()
+        return tuple(self.graph(stage_number) for stage_number in range(len(self.stages)))
+
+    def tensors(
+        self,
+        stage_number: int,
+        graph: Graph,
+        stream: FileStream | None = None,
+        named_weights: NamedWeights | None = None,
+    ) -> dict[str, tuple[Path, StoredTensor]]:
+        """See `Bundle`."""
+        return self._plain.tensors(stage_number, graph, stream, named_weights)
+
+    def numbers(self, names: Any, sizes: Mapping[str, int]) -> Any:
+        """Return the number of the adapter of each row of a call, an array of numpy.
+
+        Args:
+            names: the name of an adapter, or None for none; or one for each row, in a list.
+            sizes: the sizes of the symbols in the call.
+
+        Raises:
+            InputError: there is no adapter of a name, or another number of names than rows.
+        """
+        row_count = 1 if self.batch is None else sizes[self.batch]
+        if names is None or isinstance(names, str):
+            return numpy.full(row_count, self._number(names), numpy.int64)
+        if not isinstance(names, Sequence):
+            raise InputError(
+                f"adapter: expected the name of an adapter, or a list of names, found {type(names).__name__}"
+            )
+        if self.batch is None and len(set(names)) == 1:
+            names = names[:1]
+        if len(names) != row_count:
+            rows = (
+                "1, since the bundle has no batch dimension" if self.batch is None else f"{row_count}, one for each row"
+            )
+            raise InputError(f"adapter: expected {rows}, found {len(names)} names")
+        return numpy.array([self._number(name) for name in names], numpy.int64).reshape(row_count)
+
+    def _number(self, name: Any) -> int:
+        if name is None:
+            return 0
+        for number, known in enumerate(self.adapters, 1):
+            if known == name:
+                return number
+        raise InputError(f"adapter: expected one of {', '.join(self.adapters)}, or None for none, found {name!r}")
+
+
+def batch_symbol(entry_point: EntryPoint) -> str | None:
+    """Return the symbol that is the first dimension of most inputs, the first of those; None if there is none."""
+    firsts = [
+        edge.shape[0]
+        for edge in entry_point.inputs
+        if edge.dtype not in SCALAR_DTYPES and edge.shape and isinstance(edge.shape[0], str)
+    ]
+    return Counter(firsts).most_common(1)[0][0] if firsts else None
+
+
+class _AdaptedEntryPoint(EntryPoint, frozen=True, kw_only=True, omit_defaults=True):
+    """An entry point with one more edge, which is no input of the model."""
+
+    @property
+    def inputs(self) -> tuple[Edge, ...]:
+        return tuple(edge for edge in self.edges if edge.producer is None and edge.name != ROWS_NAME)
+
+
+def _with_edge(entry_point: EntryPoint, edge: Edge, position: int) -> EntryPoint:
+    fields = {field: getattr(entry_point, field) for field in EntryPoint.__struct_fields__}
+    edges = (*entry_point.edges[:position], edge, *entry_point.edges[position:])
+    return _AdaptedEntryPoint(**{**fields, "edges": edges})

@@ -1,0 +1,134 @@
+"""The document of an adapter, ``adapter.json``, as JSON with its own digest (SPEC A1 to A5)."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from stagepack.errors import NotABundleError, Problem, VersionError
+from stagepack.format import limits
+from stagepack.format.chunks import File, chunk_count
+from stagepack.format.manifest import MAJOR, VERSION
+from stagepack.format.manifest_codec import ZERO_DIGEST, stated_and_actual_digest
+from stagepack.format.rules import (
+    DIGEST_PATTERN,
+    is_tensor_name,
+    parse_json,
+    raise_problems,
+    refuse_encoding,
+    rule_error,
+    typed_errors,
+)
+
+FORMAT: Final = "stagepack adapter"
+DOCUMENT_NAME: Final = "adapter.json"
+TENSORS_NAME: Final = "adapter.safetensors"
+# Modules and weights that one adapter changes. A Llama of 126 layers has 882 linear layers.
+MOST_CHANGES: Final = 2**16
+# Behind the path of a module in the name of a tensor.
+A_SUFFIX, B_SUFFIX, BIAS_SUFFIX = ".lora_A", ".lora_B", ".lora_bias"
+
+
+class LowRankChange(Struct, frozen=True, kw_only=True):
+    """A module whose weight gets a low-rank change.
+
+    Attributes:
+        module: the path of the module in the model, such as ``layers.0.q_proj``. The tensors ``MODULE.lora_A`` [rank, in] and
+            ``MODULE.lora_B`` [out, rank] are the pair, and ``MODULE.lora_bias`` [out], if there is one, is added behind them.
+        weight: the first name of its weight in the bundle.
+        scale: the factor of the change.
+    """
+
+    module: str
+    weight: str
+    scale: float
+
+
+class AdapterDocument(Struct, frozen=True, kw_only=True):
+    """What an adapter changes.
+
+    Attributes:
+        format: always ``stagepack adapter``.
+        version: the format version, ``MAJOR.MINOR``.
+        base: the digest of the bundle that the adapter belongs to.
+        changes: the modules whose weights get a low-rank change.
+        replaced: the first names of the weights that the adapter replaces; a tensor of the same name has the new values.
+        file: the file with the tensors.
+        sha256: the digest of the document itself, computed with 64 zeros in its place.
+    """
+
+    format: str
+    version: str
+    base: str
+    changes: tuple[LowRankChange, ...]
+    replaced: tuple[str, ...]
+    file: File
+    sha256: str
+
+
+def encode_document(document: AdapterDocument) -> bytes:
+    """Return a document as indented JSON, with its own digest inserted. Equal documents give equal bytes."""
+    fields = msgspec.to_builtins(msgspec.structs.replace(document, sha256=ZERO_DIGEST))
+    content = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    _, digest = stated_and_actual_digest(content)
+    return content[: content.rindex(ZERO_DIGEST.encode())] + digest.encode() + b'"\n}\n'
+
+
+def parse_document(content: bytes, location: str) -> AdapterDocument:
+    """Decode and check the document of an adapter."""
+    if len(content) > limits.MANIFEST_BYTES:
+        raise rule_error("L1", DOCUMENT_NAME, f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}")
+    fields = parse_json(content, DOCUMENT_NAME)
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise NotABundleError(f'{location}: not an adapter of stagepack: expected the field "format": "{FORMAT}" [A1]')
+    version = fields.get("version")
+    if not isinstance(version, str) or version.partition(".")[0] != str(MAJOR):
+        raise VersionError(
+            f"{location}: the adapter has format {str(version)[:80]}, this stagepack reads {VERSION} [A1]"
+        )
+    stated_digest, actual_digest = stated_and_actual_digest(content)
+    if stated_digest != actual_digest:
+        message = f"the document states the sha256 {stated_digest}, found {actual_digest}: the file was changed"
+        raise rule_error("D3", DOCUMENT_NAME, message)
+    with typed_errors(DOCUMENT_NAME, "JSON"):
+        document = msgspec.convert(fields, AdapterDocument)
+        converted_back = msgspec.to_builtins(document)
+        if version == VERSION and json.dumps(converted_back) != json.dumps(fields):
+            refuse_encoding(DOCUMENT_NAME, fields, converted_back)
+    raise_problems(_problems(document))
+    return document
+
+
+def _problems(document: AdapterDocument) -> Iterator[Problem]:
+    """Yield the problems of a document beyond its types."""
+
+    def problem(rule: str, message: str) -> Problem:
+        return Problem(rule=rule, where=DOCUMENT_NAME, message=message)
+
+    if not DIGEST_PATTERN.fullmatch(document.base):
+        yield problem("A2", f"expected the digest of a bundle as base, found {document.base[:80]!r}")
+    file = document.file
+    is_named = file.name == TENSORS_NAME and file.size >= 0
+    if not is_named or len(file.chunks) != (chunk_count(file.size) if chunk_count(file.size) > 1 else 0):
+        yield problem("A3", f"expected the file {TENSORS_NAME} with a digest of each chunk, found {file.name[:80]!r}")
+    change_count = len(document.changes) + len(document.replaced)
+    if not 0 < change_count <= MOST_CHANGES:
+        yield problem("L1", f"expected 1 to {MOST_CHANGES} changes and replaced weights, found {change_count}")
+        return
+    for kind, listed in (
+        ("the module", [change.module for change in document.changes]),
+        ("the replaced weight", document.replaced),
+    ):
+        for name, count in Counter(listed).items():
+            if count > 1:
+                yield problem("A4", f"lists {kind} {name[:80]!r} {count} times")
+    for name in (*(name for change in document.changes for name in (change.module, change.weight)), *document.replaced):
+        if not is_tensor_name(name):
+            yield problem("A4", f"expected a name of 1 to {limits.NAME_CHARACTERS} characters, found {name[:80]!r}")
+    for change in document.changes:
+        if not math.isfinite(change.scale):
+            yield problem("A4", f"{change.module[:80]}: expected a finite scale, found {change.scale}")

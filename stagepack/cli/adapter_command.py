@@ -1,0 +1,95 @@
+"""`stagepack adapter`."""
+
+import time
+from typing import Any
+
+from stagepack.adapter.opened import OpenAdapter
+from stagepack.adapter.write import write_adapter
+from stagepack.cli.bundle_facts import bundle_facts, print_written
+from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
+from stagepack.cli.failures import shown_warnings
+from stagepack.cli.output import count_of, print_json, print_line, progress
+from stagepack.cli.shared_flags import ALLOW_OPS, DIGEST, IMPORTS, JSON, OUT_BUNDLE, open_argument
+from stagepack.cli.termination import orderly_termination
+from stagepack.extras import require_extras
+from stagepack.format.quantities import format_bytes
+
+
+@option_object
+class _Options:
+    adapter_path: str = argument("ADAPTER", type=PathType())
+    bundle_path: str = flag("--base BUNDLE", "Bundle of the model that it adapts.", required=True, type=BundleType())
+    digest: str | None = DIGEST
+    out: str = OUT_BUNDLE
+    merge: bool = flag("--merge", "Write a bundle of the merged weights instead; needs torch.")
+    allow_ops: tuple[str, ...] = ALLOW_OPS
+    imports: tuple[str, ...] = IMPORTS
+    overwrite: bool = flag("--overwrite", "Replace an existing output of the same kind.")
+    as_json: bool = JSON
+
+
+@subcommand(
+    "adapter",
+    examples=[
+        "stagepack adapter ./lora --base llama.stagepack -o pirate",
+        "stagepack adapter ./lora --base llama.stagepack --merge -o new.stagepack",
+    ],
+)
+def command(options: _Options) -> None:
+    """Write an adapter of peft for a bundle, or merge it into one.
+
+    ADAPTER is a folder with adapter_config.json and adapter_model.safetensors, as save_pretrained of peft writes it. LoRA of linear layers,
+    Conv1D and embeddings is taken; nothing is captured again, and torch is not needed. The output belongs to this bundle: --adapter of
+    'stagepack load' and 'stagepack serve' load it over any placement of the stages. With --merge, ADAPTER may be such an output too.
+    """
+    start_time = time.perf_counter()
+    with progress("opening the bundle") as next_step, orderly_termination(), shown_warnings():
+        if options.merge:
+            require_extras("torch")
+        bundle = open_argument(options.bundle_path)
+        if options.merge:
+            from stagepack.roads.merge import merge_adapter  # noqa: PLC0415 - torch, after the arguments are checked
+
+            written = merge_adapter(
+                bundle,
+                options.adapter_path,
+                out=options.out,
+                allow_ops=options.allow_ops,
+                overwrite=options.overwrite,
+                progress=next_step,
+            )
+        else:
+            adapter = write_adapter(
+                bundle, options.adapter_path, out=options.out, overwrite=options.overwrite, progress=next_step
+            )
+    seconds = time.perf_counter() - start_time
+    if options.merge:
+        if options.as_json:
+            print_json(bundle_facts(written) | {"seconds": round(seconds, 3)})
+        else:
+            print_written(written, options.out, seconds)
+        return
+    facts = adapter_facts(adapter)
+    if options.as_json:
+        print_json(facts | {"seconds": round(seconds, 3)})
+        return
+    print_line(f"wrote {options.out}: {format_bytes(facts['bytes'])}, in {seconds:.1f} s")
+    ranks = ", ".join(map(str, facts["ranks"]))
+    changes = f"low-rank changes of {count_of('module', facts['modules'])}, of rank {ranks}" if facts["modules"] else ""
+    replaced = f"{count_of('replaced weight', facts['replaced'])}" if facts["replaced"] else ""
+    print_line("; ".join(filter(None, (changes, replaced))))
+    print_line(f"sha256: {facts['digest']}")
+
+
+def adapter_facts(adapter: OpenAdapter) -> dict[str, Any]:
+    """Return what an adapter is as plain data."""
+    document = adapter.document
+    return {
+        "adapter": str(adapter.path),
+        "base": document.base,
+        "modules": len(document.changes),
+        "ranks": sorted({pair.rank for pair in adapter.pairs.values()}),
+        "replaced": len(document.replaced),
+        "bytes": document.file.size,
+        "digest": document.sha256,
+    }
