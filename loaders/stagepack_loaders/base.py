@@ -220,6 +220,7 @@ class Runtime(ABC):
         streams: it takes ``stream=True`` and ``device_memory=``.
         moves: it has `move_stages`.
         joins: it runs stages whose graphs are joined, see `stagepack.partition.joined_bundle`.
+        adapts: it takes ``adapters=``, see `stagepack.adapter.adapted_bundle`.
     """
 
     name: str
@@ -232,6 +233,7 @@ class Runtime(ABC):
     streams: bool = False
     moves: bool = False
     joins: bool = False
+    adapts: bool = False
 
     @property
     @abstractmethod

@@ -152,7 +152,7 @@ def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: 
 
 def _input_edges(entry_point: EntryPoint) -> dict[str, Edge]:
     """The inputs of the model, by edge name."""
-    return {edge.name: edge for edge in entry_point.edges if edge.producer is None}
+    return {edge.name: edge for edge in entry_point.inputs}
 
 
 def _input_values(entry_point: EntryPoint, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Load a bundle: all stages as a pipeline. Imports the library of a runtime only if a stage runs in it."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from msgspec import structs
@@ -24,6 +24,7 @@ from stagepack_loaders.options import (
     PlacementOptions,
     ProcessOptions,
     Verify,
+    adapter_list,
     device_list,
     folder_name,
     refuse_process_options,
@@ -45,6 +46,7 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     *,
     device: "str | torch.device | None" = ...,
     runtime: str | Sequence[str] = ...,
+    adapters: "Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]" = ...,
     limits: Limits | None = ...,
     processes: Literal[False] = ...,
     memory: Sequence[int | str] = ...,
@@ -63,6 +65,7 @@ def load(
     *,
     device: "str | torch.device | None" = ...,
     runtime: str | Sequence[str] = ...,
+    adapters: "Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]" = ...,
     limits: Limits | None = ...,
     processes: Literal[True] | int,
     imports: Sequence[str] = ...,
@@ -96,6 +99,7 @@ def load(
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
     device_memory: int | str | None = None,
+    adapters: Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]] = (),
     limits: Limits | None = None,
     processes: bool | int = False,
     imports: Sequence[str] = (),
@@ -159,6 +163,9 @@ def load(
             `state_dict` and ``parameters()`` have those on the CPU; what is written into them is used
             from the next call on, and conversions such as ``double()`` are refused. Not with `stream`, `copy`, `compile`, `compiled` and
             `processes`; only in torch.
+        adapters: folders that ``stagepack adapter`` wrote for this bundle, or folders by name; otherwise the last part of the folder is
+            the name. Calls then have the keyword ``adapter``: a name, or a list with a name or None for each row of the batch. The weights
+            of the bundle are in memory once. Not with `compile`, `compiled`, `stream` and `device_memory`; only in torch.
         limits: how large values may be, and, with `processes`, how long a call may take, see `Limits`. None for no limits.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages are joined.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
@@ -190,6 +197,7 @@ def load(
         DeviceError: a device does not exist here, or has not enough memory for the weights, or there are more devices than stages.
         OperatorError: an operator is missing, not allowed, or has another schema; or a stage has no ONNX model, or one that this
             onnxruntime cannot run.
+        AdapterError: an adapter is of another bundle, or does not fit it.
         CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
         MissingPackageError: the library of a runtime is not installed.
         OptionError: a runtime is unknown, or an option does not go with the runtime or with another option.
@@ -216,6 +224,7 @@ def load(
         compiled=folder_name(compiled),
         stream=stream,
         device_memory=device_memory,
+        adapters=adapter_list(adapters),
         placement=PlacementOptions(
             memory=memory, speeds=speeds, profiles=profiles, links=links, stages_per_device=stages_per_device
         ),

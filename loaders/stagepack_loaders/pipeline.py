@@ -15,6 +15,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import fill_tree, value_names
 from stagepack.opening import TrustedSigners
 from stagepack.partition.placement import Placement
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.call_future import CallFuture
 from stagepack_loaders.call_limits import ValueLimit
@@ -56,6 +57,7 @@ class CallablePipeline(ABC):
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
+        self._adapter_calls = AdapterCalls(bundle)
 
     def __repr__(self) -> str:
         """The bundle, the stages with their devices, and the inputs."""
@@ -83,6 +85,11 @@ class CallablePipeline(ABC):
     def inputs(self) -> tuple[Edge, ...]:
         """The inputs of the model: their names, dtypes and shapes."""
         return self._inputs
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that it was loaded with."""
+        return self._adapter_calls.names
 
     @property
     def arrays(self) -> ArrayOps:
@@ -315,7 +322,8 @@ class CallablePipeline(ABC):
 
         Args:
             *args: the arguments of the model.
-            **kwargs: its keyword arguments.
+            **kwargs: its keyword arguments. Of a pipeline with adapters also ``adapter``, the name of the adapter for all rows, or a list
+                with a name or None for each; ``adapter_`` if the model has an argument ``adapter``.
 
         Returns:
             The result of the model, in the containers of the model.
@@ -347,11 +355,13 @@ class CallablePipeline(ABC):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, int], ArrayOps]:
         """Return the values of a call by edge name, the sizes that they determine, and the operations on the arrays of the caller."""
+        adapter, kwargs = self._adapter_calls.take(kwargs)
         bound_arguments = bind_call(self.entry_point.signature, args, kwargs)
         sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols, self.entry_point.guards)
         if self.limit is not None:
             self.limit.check(sizes)
         values = {edge_name: argument.value for edge_name, argument in bound_arguments.items()}
+        self._adapter_calls.add(values, sizes, adapter)
         if written_inputs := self.executor.written_inputs:
             check_shared_memory(values, written_inputs)
         return values, sizes, array_ops_of_call(values.values(), self.arrays)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
+from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.errors import DeviceError, OptionError
 from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import EntryPoint
@@ -83,7 +84,7 @@ def place_bundle(
     counts = [sum(1 for _ in group) for _, group in itertools.groupby(keys)]
     firsts = [0, *itertools.accumulate(counts[:-1])]
     return PlacedBundle(
-        bundle=join_bundle(bundle, counts),
+        bundle=with_adapters(join_bundle(bundle, counts), options.adapters),
         options=structs.replace(
             options,
             devices=[devices[parts[number]] for number in firsts],

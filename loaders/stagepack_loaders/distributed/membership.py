@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct, structs
 from torch.distributed.distributed_c10d import Store
 
+from stagepack.adapter.adapted_bundle import adapter_folders
 from stagepack.errors import OptionError, StagepackError, named_errors
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunk_reads import ByteProgress
@@ -142,6 +143,7 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
         devices=[str(device) for device in load.devices],
         allow_ops=list(load.allow_ops),
         compiled=None if load.compiled is None else os.path.abspath(load.compiled),
+        adapters=[f"{name}={folder.absolute()}" for name, folder in adapter_folders(load.adapters).items()],
     )
     options = GroupOptions(load=load, processes=processes, stall_seconds=limits.stall_seconds)
     try:

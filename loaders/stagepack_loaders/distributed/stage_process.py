@@ -19,6 +19,7 @@ from msgspec import Struct
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
+from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
@@ -102,6 +103,7 @@ def run_process(description: ProcessDescription) -> None:
         bundle = open_bundle(description.bundle, digest=description.digest, deltas=description.deltas)
         if stage_counts := description.options.stage_counts:
             bundle = join_bundle(bundle, stage_counts)
+        bundle = with_adapters(bundle, description.options.load.adapters)
     except Exception as error:  # noqa: BLE001 - an imported module raises anything
         tell_start_error(store, description.rank, error)
         sys.exit(LOST_STATUS)

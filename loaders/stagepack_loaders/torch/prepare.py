@@ -14,7 +14,9 @@ from typing import Any, Final
 import torch
 from blake3 import blake3
 from msgspec import structs
+from torch.fx import GraphModule
 
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.chunks import File
 from stagepack.format.graph import Graph
@@ -23,9 +25,11 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.validate.whole_model import check_whole_model
+from stagepack.graph.folding import fold_graph
 from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
@@ -69,10 +73,13 @@ class PreparedTorchStage:
         A stage that asks for its weights is ready before they are there.
         """
         loaded = self.store.load(self.weights, verify=verify)
+        bundle = self.weights.bundle
+        if isinstance(self.code.compiled_module, AdapterModule) and isinstance(bundle, AdaptedBundle):
+            self.code.compiled_module.load(list(bundle.adapters.values()), verify=verify)
         if isinstance(self.code.compiled_module, GatedModule):
             assert loaded.gate is not None
             self.code.compiled_module.gate = loaded.gate
-        state_names = self.weights.bundle.stages[self.code.stage_number].state
+        state_names = bundle.stages[self.code.stage_number].state
         return TorchStage(self.code, loaded.tensors, self.weights.device, state_names, loaded.residency)
 
 
@@ -121,6 +128,8 @@ def prepare_stages(
             if store.has_gate(stage):
                 module = GatedModule(code.graph_module, parts[stage_number], device, stage.uses)
                 code = replace(code, compiled_module=module)
+            if isinstance(bundle, AdaptedBundle):
+                code = replace(code, compiled_module=_adapter_module(bundle, code, device, loading))
             prepared_stages[stage_number] = PreparedTorchStage(code=code, weights=stage, store=store)
     return prepared_stages
 
@@ -183,12 +192,29 @@ def read_parts(bundle: Bundle, stage_number: int, loading: Loading) -> StagePart
     for number in bundle.stored_stages(stage_number):
         stored_graph = graph if stored is bundle else stored.graph_file(number, module_calls=module_calls).graph
         _check_stored_graph(stored, number, stored_graph, loading)
-    operators = resolve_operators(graph.ops, loading.options.allow_ops, bundle.stages[stage_number].graph)
+    operators = _operators(graph, loading, bundle.stages[stage_number].graph)
+    return StageParts(folded_functions(folded, graph), graph, operators)
+
+
+def _operators(graph: Graph, loading: Loading, graph_name: str) -> list[Callable[..., Any]]:
+    """Find the operators of a graph."""
+    operators = list(resolve_operators(graph.ops, loading.options.allow_ops, graph_name))
     if loading.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
     if loading.autocast:
         operators = [_assert_outside_autocast(operator) for operator in operators]
-    return StageParts(folded_functions(folded, graph), graph, operators)
+    return operators
+
+
+def _adapter_module(bundle: AdaptedBundle, code: StageCode, device: torch.device, loading: Loading) -> AdapterModule:
+    """The module of a stage that runs with adapters. Their tensors are not read yet."""
+    graph_name = bundle.stages[code.stage_number].graph
+
+    def build(graph: Graph) -> GraphModule:
+        folded = folded_functions(fold_graph(graph), graph)
+        return build_graph_module(folded, graph, _operators(graph, loading, graph_name), device)
+
+    return AdapterModule(code.graph_module, code.graph, bundle, device, build)
 
 
 def _check_stored_graph(bundle: Bundle, stage_number: int, graph: Graph, loading: Loading) -> None:

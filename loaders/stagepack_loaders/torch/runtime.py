@@ -33,6 +33,7 @@ class TorchRuntime(Runtime):
     streams = True
     moves = True
     joins = True
+    adapts = True
 
     @property
     def arrays(self) -> ArrayOps:

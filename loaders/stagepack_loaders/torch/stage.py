@@ -17,6 +17,7 @@ from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.stages import OutputContract, bind_inputs, check_inputs
+from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.torch.container import Container, Slot, register_weight, set_wait, submodule
 from stagepack_loaders.torch.module_builder import ModuleCallBody, called_modules, connect_calls
 from stagepack_loaders.torch.stage_memory import StageState
@@ -296,6 +297,8 @@ class TorchStage(Container):
         compiled_module = self._parts.code.compiled_module
         if self.residency is not None:
             return "it has device_memory, and its weights pass through the memory of its device"
+        if isinstance(compiled_module, AdapterModule):
+            return "its adapters are on its device"
         if compiled_module is not None and not isinstance(compiled_module, GatedModule):
             return "it is compiled for its device"
         return "it was loaded with modules=True" if self._parts.code.module_calls else ""

@@ -1,0 +1,47 @@
+"""The adapters of calls: the keyword that names them, and the value that tells the stages."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stagepack.adapter.adapted_bundle import AdaptedBundle
+from stagepack.format.reader import Bundle
+
+
+class AdapterCalls:
+    """What calls of a bundle say about adapters.
+
+    Attributes:
+        names: the names of the adapters that the bundle is loaded with.
+        keyword: the keyword that names the adapter of a call: ``adapter``, with ``_`` behind it if the model has this one itself; None
+            without adapters, when the model has all keywords.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle if isinstance(bundle, AdaptedBundle) else None
+        self.names: tuple[str, ...] = () if self._bundle is None else tuple(self._bundle.adapters)
+        self.keyword: str | None = None
+        if self._bundle is not None:
+            self.keyword = "adapter"
+            while any(parameter.name == self.keyword for parameter in bundle.entry_point.signature.parameters):
+                self.keyword += "_"
+
+    def take(self, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the adapter that keyword arguments name, and the arguments of the model."""
+        if self.keyword is None or self.keyword not in kwargs:
+            return None, kwargs
+        others = dict(kwargs)
+        return others.pop(self.keyword), others
+
+    def add(self, values: dict[str, Any], sizes: Mapping[str, int], adapter: Any) -> None:
+        """Add the number of the adapter of each row to the values of a call.
+
+        Args:
+            values: the inputs of the model by edge name.
+            sizes: the sizes of the symbols that they determine.
+            adapter: a name, None for none, or a list with one for each row.
+
+        Raises:
+            InputError: there is no adapter of a name, or another number of names than rows.
+        """
+        if self._bundle is not None:
+            values[self._bundle.rows_edge.name] = self._bundle.numbers(adapter, sizes)
