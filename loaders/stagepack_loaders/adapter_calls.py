@@ -14,12 +14,15 @@ class AdapterCalls:
         names: the names of the adapters that the bundle is loaded with.
         keyword: the keyword that names the adapter of a call: ``adapter``, with ``_`` behind it if the model has this one itself; None
             without adapters, when the model has all keywords.
+        apart: an adapter that replaces whole weights, so that calls of several adapters are not joined; None if there is none.
     """
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle if isinstance(bundle, AdaptedBundle) else None
         self.names: tuple[str, ...] = () if self._bundle is None else tuple(self._bundle.adapters)
         self.keyword: str | None = None
+        adapters = {} if self._bundle is None else self._bundle.adapters
+        self.apart = next((name for name, adapter in adapters.items() if adapter.document.replaced), None)
         if self._bundle is not None:
             self.keyword = "adapter"
             while any(parameter.name == self.keyword for parameter in bundle.entry_point.signature.parameters):

@@ -233,6 +233,7 @@ class CallablePipeline(ABC):
         encoder: "CallablePipeline | None" = None,
         on_tokens: Callable[[Array], object] | None = None,
         return_logprobs: bool = False,
+        adapter: Any = None,
         **settings: Any,
     ) -> Any:
         """Generate tokens, as ``generate`` of transformers does. The bundle of the pipeline has a decoder with its cache.
@@ -248,6 +249,7 @@ class CallablePipeline(ABC):
                 beginning. None: the padding token of the model is padding; without one, there is none.
             encoder: of a model with an encoder: its pipeline.
             on_tokens: called with the new tokens, [batch], as soon as they are there.
+            adapter: of a pipeline with adapters: the name of the adapter for all texts, or a list with a name or None for each prompt.
             return_logprobs: return how likely each new token was, too: the natural logarithm of its probability by the logits, before
                 settings change them.
             **settings: how tokens are chosen: the fields of `GenerationSettings`, such as ``max_new_tokens=100``, ``do_sample=True``,
@@ -269,10 +271,18 @@ class CallablePipeline(ABC):
             >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
         generate = pipeline_method("generate")
-        return generate(self, inputs, attention_mask, settings, encoder, on_tokens, return_logprobs=return_logprobs)
+        return generate(
+            self, inputs, attention_mask, settings, encoder, on_tokens, return_logprobs=return_logprobs, adapter=adapter
+        )
 
     def encode(
-        self, sentences: Any, *, prompt_name: str | None = None, prompt: str | None = None, batch_size: int = 32
+        self,
+        sentences: Any,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int = 32,
+        adapter: str | None = None,
     ) -> Any:
         """Embed texts, as ``encode`` of sentence-transformers does. The bundle has a model of this library and its tokenizer.
 
@@ -281,6 +291,7 @@ class CallablePipeline(ABC):
             prompt_name: the prompt of the model that is put before each text, such as ``"query"``; None for the default one of the model.
             prompt: a prompt that takes its place.
             batch_size: the number of texts that are run together, the longest first.
+            adapter: of a pipeline with adapters, the name of the adapter.
 
         Returns:
             The embeddings, [text, dimension], or [dimension] for one text, as an array of the runtime of the first stage. An empty list
@@ -294,7 +305,7 @@ class CallablePipeline(ABC):
             >>> pipeline.encode(["A cat sits on the mat.", "A kitten rests on a rug."]).shape
             torch.Size([2, 384])
         """
-        return pipeline_method("encode")(self, sentences, prompt_name, prompt, batch_size)
+        return pipeline_method("encode")(self, sentences, prompt_name, prompt, batch_size, adapter)
 
     def rollback(self, *, keep_previous: bool = False) -> UpdateReport:
         """Go back to the version before the last update, which was called with ``keep_previous``: its weights are in memory.

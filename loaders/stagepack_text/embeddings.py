@@ -247,7 +247,12 @@ def _text_reader(pipeline: "TextPipeline") -> TextReader:
 
 
 def encode(
-    pipeline: "TextPipeline", sentences: Any, prompt_name: str | None, prompt: str | None, batch_size: int
+    pipeline: "TextPipeline",
+    sentences: Any,
+    prompt_name: str | None,
+    prompt: str | None,
+    batch_size: int,
+    adapter: str | None = None,
 ) -> Any:
     """Embed texts; see `CallablePipeline.encode`."""
     reader = _text_reader(pipeline)
@@ -262,10 +267,11 @@ def encode(
         for batch in reader.batches([len(row) for row in rows], batch_size):
             inputs = reader.read_texts([rows[position] for position in batch], prompt).inputs
             answer = pipeline(
+                **({} if adapter is None else {"adapter": adapter}),
                 **{
                     input_name: pipeline.arrays.from_elements(array, reader.facts.inputs[input_name])
                     for input_name, array in inputs.items()
-                }
+                },
             )
             answers.append(answer[_RESULT])
             positions += batch

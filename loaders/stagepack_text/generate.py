@@ -72,6 +72,7 @@ def generate(
     on_tokens: TokenCallback | None,
     *,
     return_logprobs: bool,
+    adapter: Any = None,
 ) -> Any:
     """Generate tokens; see `CallablePipeline.generate`."""
     facts = _checked_facts(decoder, has_encoder=encoder is not None)
@@ -84,6 +85,8 @@ def generate(
         check_tokens(decoder.bundle, prompts, vocabulary_size)
     text_count = _sequence_count(chosen_settings)
     repeated = prompts.repeat(text_count)
+    if isinstance(adapter, list | tuple):
+        adapter = [name for name in adapter for _ in range(text_count)]
     stop_strings = _stop_strings(decoder.bundle, prompts, chosen_settings)
     with decoder.inference(for_autograd=False):
         if encoder is None:
@@ -95,7 +98,7 @@ def generate(
             loop = TokenLoop(facts, chosen_settings, chosen_settings.first_tokens(len(rows)), stop_strings=stop_strings)
             loop.read_encoded(rows, repeated.mask)
         logprobs: list[Array] = []
-        for logits in _logits_of_calls(decoder, loop, facts):
+        for logits in _logits_of_calls(decoder, loop, facts, adapter):
             goes_on = [reason is None for reason in loop.finish_reasons]
             new_tokens = loop.take(logits)
             if return_logprobs:
@@ -125,7 +128,7 @@ def _checked_facts(decoder: TextPipeline, *, has_encoder: bool) -> DecoderFacts:
     raise InputError(f"{decoder.bundle.location}: to generate, expected {expected}")
 
 
-def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts) -> Iterator[Array]:
+def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts, adapter: Any) -> Iterator[Array]:
     """Call a decoder until its texts have ended; yield the logits of each token, [batch, vocabulary], which the loop takes.
 
     Texts beyond the rows of a cache take turns, each group of them with a cache of its own.
@@ -143,6 +146,8 @@ def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts
                     else value
                     for name, value in _rows_of(call.inputs, group).items()
                 }
+                if adapter is not None:
+                    group_inputs["adapter"] = adapter[group] if isinstance(adapter, list) else adapter
                 logits.append(logits_as_floats(to_elements(sequence(**group_inputs), facts.logits), facts.logits))
             yield logits[0] if len(logits) == 1 else numpy.concatenate(logits)
 

@@ -53,6 +53,14 @@ def with_adapters(bundle: Bundle, given: Sequence[str]) -> Bundle:
     return AdaptedBundle(bundle, adapters)
 
 
+def fitting_adapters(bundle: Bundle, given: Sequence[str]) -> list[str]:
+    """Return those of some adapters that were made for a bundle."""
+    folders = adapter_folders(given)
+    return [
+        f"{name}={folder}" for name, folder in folders.items() if open_adapter(folder).document.base == bundle.digest
+    ]
+
+
 class AdaptedBundle(Bundle):
     """A bundle with adapters, in the stages of another one; see `with_adapters`.
 

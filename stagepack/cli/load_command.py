@@ -244,8 +244,7 @@ def _load_stages(
     from stagepack_loaders.base import Loading  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare  # noqa: PLC0415 - the same
 
-    facts: list[dict[str, Any]] = []
-    stages: list[LoadedStage] = []
+    facts, stages = list[dict[str, Any]](), list["LoadedStage"]()
     unchanged_sizes: list[int] = []
     read_files: set[tuple[str, str]] = set()  # by runtime, each of which reads a file that several stages share once
     bundle = open_for_loading(bundle, options.verify)
@@ -342,9 +341,8 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
         at_once = DEFAULT_IN_FLIGHT if options.processes or is_launched_group() else 1
         facts["trace"] = trace_requests(pipeline, inputs, options.request_count, options.trace_file, at_once=at_once)
     if options.inputs_file is None:
-        facts["difference"] = example.compare_results(
-            pipeline, results, expected, Tolerance(options.rtol, options.atol)
-        )
+        tolerance = Tolerance(options.rtol, options.atol)
+        facts["difference"] = example.compare_results(pipeline, results, expected, tolerance)
     return facts
 
 
@@ -384,9 +382,8 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
         print_line(f"placed: {facts['placement']}")
     unchanged_bytes = sum(stage.get("bytes_unchanged", 0) for stage in facts["stages"])
     print_line(f"verified: {verified_text(facts['verify'], unchanged_bytes)}")
-    for stage in facts["stages"]:
-        if "residency" in stage:
-            print_line(f"stage {stage['stage']}: {Residency(**stage['residency'])}")
+    for stage in (stage for stage in facts["stages"] if "residency" in stage):
+        print_line(f"stage {stage['stage']}: {Residency(**stage['residency'])}")
     outputs = count_of("output", facts.get("outputs", 0))
     if "difference" in facts:
         print_line(f"ran the example: {outputs}, largest difference {format_difference(facts['difference'].largest)}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
+from stagepack.adapter.adapted_bundle import adapter_folders
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, progress, status_line
@@ -88,6 +89,7 @@ def command(options: ServeOptions) -> None:
             )
         if not is_front:
             return
+        _check_adapters(models, options)
         with status_line() as show:
 
             def on_listening(bound_addresses: ServerAddresses) -> None:
@@ -128,6 +130,16 @@ def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, model
         update_folder=options.watch_deltas or options.update_folder,
         watches_updates=options.watch_deltas is not None,
     )
+
+
+def _check_adapters(models: "ModelRegistry", options: ServeOptions) -> None:
+    """Refuse adapters that were made for none of the bundles."""
+    served = {adapter for model in models for adapter in model.adapters}
+    unused = [name for name in adapter_folders(options.adapters) if name not in served]
+    if unused and options.repository is None:
+        fail(
+            f"--adapter {unused[0]}: was made for none of the bundles: make it for the one that it belongs to (stagepack adapter)"
+        )
 
 
 def _set_up_process(options: ServeOptions) -> None:
@@ -204,7 +216,8 @@ def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", opti
         devices = " ".join(facts["devices"])
         joining = next(filter(None, (part.joining for part in model.parts.values())), "")
         joining = joining or batching_text(facts["batch"], facts["alone"])
-        print_line(f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {joining}")
+        adapters = f"; adapters {', '.join(model.adapters)}" if model.adapters else ""
+        print_line(f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {joining}{adapters}")
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
     scheme, encryption = ("http", "") if options.tls_certificate is None else ("https", " with TLS")
     print_line(f"REST on {scheme}://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}{encryption}")

@@ -81,8 +81,10 @@ class Interface:
     def __init__(self, entry_point: EntryPoint) -> None:
         self._symbols, self._guards = entry_point.symbols, entry_point.guards
         edges = {edge.name: edge for edge in entry_point.edges}
+        # What a call passes to the stages: the inputs, and with adapters the one of each row.
+        self.call_edges = {edge.name: edge for edge in entry_point.edges if edge.producer is None}
         self.inputs: Mapping[str, InterfaceTensor] = {
-            edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in entry_point.edges if edge.producer is None
+            edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in entry_point.inputs
         }
         self.outputs: Mapping[str, InterfaceTensor] = {
             output_name: InterfaceTensor(name=output_name, edge=edges[value_name])

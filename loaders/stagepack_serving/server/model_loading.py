@@ -8,6 +8,7 @@ from typing import Final
 
 from msgspec import structs
 
+from stagepack.adapter.adapted_bundle import fitting_adapters
 from stagepack.errors import ValueSizeError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.opening import TrustedSigners, open_bundle
@@ -133,7 +134,7 @@ class BundleLoading:
         self, model_name: str, bundle: Bundle, closing: ExitStack
     ) -> Mapping[str, CallablePipeline] | None:
         """Load each entry point, by the name of its model. None in a process that torchrun has started to run stages."""
-        load = self._options.load
+        load = self._load_options(bundle)
         # Entry points share weights; with state, each has sequences of its own.
         has_state = any(stage.state for entry_point in bundle.entry_points for stage in entry_point.stages)
         is_divided = self._options.uses_processes or not isinstance(load.runtime, str)
@@ -151,10 +152,14 @@ class BundleLoading:
             pipelines[name] = pipeline
         return pipelines
 
+    def _load_options(self, bundle: Bundle) -> LoadOptions:
+        """The options of a bundle, with the adapters that were made for it."""
+        load = self._options.load
+        return structs.replace(load, adapters=fitting_adapters(bundle, load.adapters)) if load.adapters else load
+
     def _load_pipeline(self, bundle: Bundle, closing: ExitStack) -> CallablePipeline | None:
-        options = self._options
-        runtimes = [runtime.name for runtime in runtime_of_each_stage(options.load.runtime, bundle)]
-        load = structs.replace(options.load, runtime=runtimes)
+        options, load = self._options, self._load_options(bundle)
+        load = structs.replace(load, runtime=[runtime.name for runtime in runtime_of_each_stage(load.runtime, bundle)])
         if not options.uses_processes:
             limits = Limits(value_bytes=options.value_bytes)
             return load_pipeline(open_for_loading(bundle, load.verify), load, (), limits)

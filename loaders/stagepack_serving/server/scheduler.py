@@ -277,7 +277,7 @@ class Scheduler:
         """Convert the inputs of calls to values of one call, by edge name."""
         arrays = _concatenate([call.inputs for call in calls])
         return {
-            input_name: self._executor.arrays.from_elements(array, self._interface.inputs[input_name].edge)
+            input_name: self._executor.arrays.from_elements(array, self._interface.call_edges[input_name])
             for input_name, array in arrays.items()
         }
 

@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.batching import BatchLimit, batch_limit
 from stagepack_loaders.comparison import check_example_difference
 from stagepack_loaders.decoders import check_token_slots, decoder_facts
@@ -35,6 +36,8 @@ from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 
 _LOG = logging.getLogger("stagepack.serve")
+# The parameter of a request that names its adapter.
+ADAPTER_PARAMETER: Final = "adapter"
 
 
 def _run_example(pipeline: CallablePipeline, *, check: bool) -> None:
@@ -110,6 +113,7 @@ class ServedModel:
         bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
         self._decoder = decoder_facts(bundle.entry_point)
+        self._adapter_calls = AdapterCalls(bundle)
         self.parts: dict[type[ModelPart], ModelPart] = {}
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
         self.devices = list(dict.fromkeys(pipeline.devices))
@@ -171,6 +175,11 @@ class ServedModel:
         return self._executor.version
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may choose."""
+        return self._adapter_calls.names
+
+    @property
     def sequence_count(self) -> int:
         """The number of sequences whose state is kept."""
         return len(self._sequences or ())
@@ -215,6 +224,15 @@ class ServedModel:
             has_state=self._sequences is not None,
         )
 
+    @property
+    def apart_adapter(self) -> str | None:
+        """An adapter whose rows share no call with those of others; None if there is none."""
+        return self._adapter_calls.apart
+
+    def adapter_of(self, model_name: str) -> str | None:
+        """Return the adapter that clients name as a model of its own; None for the model itself."""
+        return model_name if model_name != self.name and model_name in self.adapters else None
+
     async def infer(self, request: InferenceRequest, deadline: asyncio.Timeout) -> list[InferenceTensor]:
         """Run the model on a request."""
         self._check_availability()
@@ -257,14 +275,18 @@ class ServedModel:
         inputs: Mapping[str, Array],
         sequence: RequestSequence | None,
         finish: Callable[[Mapping[str, Array]], Any] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> Any:
         """Run the model on inputs of the dtypes that it takes; return its outputs, or what `finish` makes of them.
 
+        adapter: the adapter of all rows, or of each.
         finish: called in the thread that has run the last stage, which calls wait for anyway: a thread of its own would take cores from it.
         """
         self._check_state(sequence)
         try:
             sizes = self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
+            self._adapter_calls.add(inputs := dict(inputs), sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
         result = await self._run(QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence, finish=finish))
@@ -325,6 +347,8 @@ class ServedModel:
         inputs = {tensor.name: tensor.array for tensor in request.inputs}
         try:
             edge_shapes, sizes = self._check_request(request)
+            adapter = request.parameters.get(ADAPTER_PARAMETER) if self.adapters else None
+            self._adapter_calls.add(inputs, sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
         received_bytes = sum(array.nbytes for array in inputs.values())
@@ -332,6 +356,8 @@ class ServedModel:
         if self.max_batch_size == 1:
             return QueuedCall(inputs=inputs, sizes=sizes)
         batch_key = tuple(sorted((input_name, shape[1:]) for input_name, shape in edge_shapes.items()))
+        if self._adapter_calls.apart is not None:
+            batch_key = (*batch_key, (str(adapter), ()))
         batch_size = next(iter(edge_shapes.values()))[0]
         return QueuedCall(inputs=inputs, sizes=sizes, batch_key=batch_key, batch_size=batch_size)
 

@@ -29,11 +29,13 @@ class BatchedText:
         loop: its tokens. In a `TextBatch`, its only prompt has no padding; in a `TextSequence`, it may be several texts, in step.
         read_count: the number of its tokens that the cache holds.
         row: its row of the cache; None before its first call.
+        adapter: the name of the adapter that it is generated with; None for none.
     """
 
     loop: TokenLoop
     read_count: int = 0
     row: int | None = None
+    adapter: str | None = None
 
     @property
     def is_sound(self) -> bool:
@@ -58,10 +60,12 @@ class BatchCall(Generic[Text]):
     Attributes:
         inputs: its inputs by name.
         texts: the texts whose next token its logits choose, by their position in the batch of the call.
+        adapters: the adapter of each row.
     """
 
     inputs: dict[str, Array]
     texts: dict[int, Text]
+    adapters: list[str | None]
 
 
 class TextQueue(Protocol[Text_co]):
@@ -194,7 +198,7 @@ class TextBatch(Generic[Text]):
             for position, batched_text in enumerate(in_call)
             if not len(batched_text.unread_tokens)
         }
-        return BatchCall(inputs=inputs, texts=texts)
+        return BatchCall(inputs=inputs, texts=texts, adapters=[batched_text.adapter for batched_text in in_call])
 
     def _arrange(self, prompt_texts: list[Text], decoding_texts: list[Text]) -> list[Array]:
         """Give texts their rows, those of prompts first; return the moves of their tokens, [moves, 4] for each text."""
@@ -288,7 +292,8 @@ class TextSequence(Generic[Text]):
         """Plan the next call, whose logits the text takes before the call after it; None after the last one."""
         if self.text is None or self.text.loop.is_finished:
             return None
-        return BatchCall(inputs=self.text.loop.next_inputs(), texts={0: self.text})
+        adapters = [self.text.adapter] * len(self.text.loop.tokens)
+        return BatchCall(inputs=self.text.loop.next_inputs(), texts={0: self.text}, adapters=adapters)
 
 
 def _row_of(batched_text: BatchedText) -> int:

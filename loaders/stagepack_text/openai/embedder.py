@@ -16,7 +16,7 @@ from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
-from stagepack_serving.server.served_model import ModelPart, ServedModel
+from stagepack_serving.server.served_model import ADAPTER_PARAMETER, ModelPart, ServedModel
 from stagepack_text.embeddings import IDS_INPUT, EmbeddedBatch, TextReader, embedding_facts, vocabulary_size
 from stagepack_text.openai.requests import EmbeddingFields
 from stagepack_text.sampling import logits_as_floats
@@ -58,7 +58,8 @@ class Embedder(ModelPart):
                 await asyncio.to_thread(self._read, [sentences[position] for position in batch], prompt)
                 for batch in positions
             ]
-        tasks = [asyncio.ensure_future(self._model.infer(self._request(batch), deadline)) for batch in batches]
+        adapter = self._model.adapter_of(fields.model)
+        tasks = [asyncio.ensure_future(self._model.infer(self._request(batch, adapter), deadline)) for batch in batches]
         try:
             with errors_of_field("input"):
                 answers = await asyncio.gather(*tasks)
@@ -94,7 +95,7 @@ class Embedder(ModelPart):
             with errors_of_field(field_name):
                 raise BadRequestError(f"{self._model.name}: {error}") from None
 
-    def _request(self, batch: EmbeddedBatch) -> InferenceRequest:
+    def _request(self, batch: EmbeddedBatch, adapter: str | None) -> InferenceRequest:
         datatypes = {input_name: tensor.datatype for input_name, tensor in self._model.interface.inputs.items()}
         inputs = [
             InferenceTensor(
@@ -104,7 +105,8 @@ class Embedder(ModelPart):
             )
             for input_name, array in batch.inputs.items()
         ]
-        return InferenceRequest(inputs=inputs, output_names=[self._output])
+        parameters = {} if adapter is None else {ADAPTER_PARAMETER: adapter}
+        return InferenceRequest(inputs=inputs, output_names=[self._output], parameters=parameters)
 
     def _dimensions(self, dimensions: int | None) -> int | None:
         """The size that embeddings are cut to; None for all of them."""

@@ -53,13 +53,15 @@ def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
     """Return the paths of the API."""
 
     async def list_models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model_fields(model) for model in _text_models(models)]})
+        listed = [fields for model in _text_models(models) for fields in _model_fields(model)]
+        return JSONResponse({"object": "list", "data": listed})
 
     async def show_model(request: Request) -> Response:
         model_name = request.path_params["model"]
         for model in _text_models(models):
-            if model.name == model_name:
-                return JSONResponse(_model_fields(model))
+            for fields in _model_fields(model):
+                if fields["id"] == model_name:
+                    return JSONResponse(fields)
         refusal = RequestError(RequestStatus.NOT_FOUND, f"the model {model_name!r} does not exist")
         refusal.field_name = "model"
         raise refusal
@@ -104,7 +106,8 @@ class OpenAIRoute(TextRoute):
         await self._models.check_head("openai", self._models.limits.deadline)
         fields = await self._read_fields(request)
         try:
-            async with self._models.request_scope(fields.model, "", "openai") as request_scope:
+            model_name = _served_name(self._models, fields.model)
+            async with self._models.request_scope(model_name, "", "openai") as request_scope:
                 shorten_deadline(request_scope.deadline, end_time - time.monotonic())
                 yield request_scope, fields
         except RequestError as error:
@@ -198,6 +201,7 @@ def _generation_requests(
             stop_strings=fields.stop_strings(),
             logprob_count=fields.logprob_count,
             shown_tokens=shown_tokens,
+            adapter=generator.adapter_of(fields.model),
         )
 
 
@@ -242,7 +246,8 @@ async def _echo(
         if fields.logprob_count is not None:
             scored_tokens.append(ScoredToken(tokens[0], None))
             if len(tokens) > 1:
-                scoring = generator.prompt_scoring(prompt.array, fields.logprob_count)
+                adapter = generator.adapter_of(fields.model)
+                scoring = generator.prompt_scoring(prompt.array, fields.logprob_count, adapter)
                 async with aclosing(generator.generate([scoring])) as parts:
                     scored_tokens += [ScoredToken(part.token, part.logprobs) async for part in parts]
         for choice in choices[number * fields.n : (number + 1) * fields.n]:
@@ -303,5 +308,14 @@ def _reads_texts(model: ServedModel) -> bool:
     return model.part(Embedder) is not None or (generator is not None and generator.text_format is not None)
 
 
-def _model_fields(model: ServedModel) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": 0, "owned_by": "stagepack"}
+def _served_name(models: ModelRegistry, model_name: str) -> str:
+    """The model that a request names: itself, or by one of its adapters."""
+    if any(model.name == model_name for model in models.serving):
+        return model_name
+    return next((model.name for model in _text_models(models) if model_name in model.adapters), model_name)
+
+
+def _model_fields(model: ServedModel) -> list[dict[str, Any]]:
+    """The fields of a model, and of its adapters, which are models of their own here."""
+    own = {"id": model.name, "object": "model", "created": 0, "owned_by": "stagepack"}
+    return [own, *({**own, "id": adapter, "parent": model.name} for adapter in model.adapters)]

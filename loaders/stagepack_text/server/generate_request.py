@@ -23,6 +23,7 @@ class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=Tru
     """
 
     max_new_tokens: TokenCount | None = None  # another name for `max_tokens`
+    adapter: str | None = None
     stream: bool = False
     timeout: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # in microseconds
     triton_enable_empty_final_response: bool = False
@@ -44,5 +45,8 @@ async def read_request(
         raise BadRequestError(message)
     [prompt] = prompts.values()
     array = await generator.read_prompt(prompt)
-    request = GenerationRequest(prompt=array, settings=fields.settings(), stop_strings=fields.stop_strings())
+    generator.check_adapter(fields.adapter)
+    request = GenerationRequest(
+        prompt=array, settings=fields.settings(), stop_strings=fields.stop_strings(), adapter=fields.adapter
+    )
     return request, fields

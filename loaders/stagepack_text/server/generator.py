@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy
 from msgspec import Raw
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, OptionError
 from stagepack_loaders.decoders import (
     ENCODER_NAME,
     DecoderFacts,
@@ -159,7 +159,7 @@ class Generator(ModelPart):
             self._grammar_tokens = read_grammar_tokens(self.text_format, self._facts.logits.shape[-1], end_tokens)
         return self._grammar_tokens.compile(schema, frame)
 
-    def prompt_scoring(self, prompt: Array, logprob_count: int) -> GenerationRequest:
+    def prompt_scoring(self, prompt: Array, logprob_count: int, adapter: str | None = None) -> GenerationRequest:
         """Return a request whose parts have the tokens of a prompt after the first one, and how likely each was.
 
         A decoder returns the logits of its last token alone, so that each token of the prompt takes a call.
@@ -181,7 +181,19 @@ class Generator(ModelPart):
             "max_new_tokens": prompt.shape[1] - 1,
             "num_beams": 1,
         }
-        return GenerationRequest(prompt=prompt[:, :1], settings=settings, logprob_count=logprob_count)
+        return GenerationRequest(prompt=prompt[:, :1], settings=settings, logprob_count=logprob_count, adapter=adapter)
+
+    def adapter_of(self, model_name: str) -> str | None:
+        """Return the adapter that clients name as a model of its own; None for the decoder itself."""
+        return self._decoder.adapter_of(model_name)
+
+    def check_adapter(self, adapter: str | None) -> None:
+        """Refuse an adapter that the decoder is not served with."""
+        if adapter is not None and adapter not in self._decoder.adapters:
+            known = ", ".join(self._decoder.adapters) or "none"
+            raise BadRequestError(
+                f"{self._decoder.name}: adapter: expected one of its adapters, {known}, found {adapter!r}"
+            )
 
     def follow_weights(self) -> None:
         """See `ModelPart`."""
@@ -223,7 +235,7 @@ class Generator(ModelPart):
         inputs = {self.prompt_name: text.request.prompt}
         if _MASK_INPUT in encoder.interface.inputs:
             inputs[_MASK_INPUT] = numpy.ones(text.request.prompt.shape, numpy.int64)
-        [rows] = (await encoder.call(inputs, None)).values()
+        [rows] = (await encoder.call(inputs, None, adapter=text.adapter)).values()
         text.loop.read_encoded(rows)
 
     def _tensor_from_json(self, text: bytes) -> InferenceTensor:
@@ -297,5 +309,10 @@ def add_generators(models: Sequence[ServedModel]) -> None:
     for model in models:
         facts = decoder_facts(model.bundle.entry_point)
         encoder = by_entry_point.get(ENCODER_NAME)
+        if facts is not None and facts.has_rows and model.apart_adapter is not None:
+            raise OptionError(
+                f"{model.name}: the adapter {model.apart_adapter!r} replaces whole weights, and texts of several adapters share calls: "
+                "merge it into a bundle of its own (stagepack adapter --merge)"
+            )
         if facts is not None and (encoder is not None or not facts.takes_encoder):
             model.parts[Generator] = Generator(facts, model, encoder if facts.takes_encoder else None)

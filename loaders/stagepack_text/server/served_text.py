@@ -25,6 +25,7 @@ class GenerationRequest:
     Attributes:
         logprob_count: how many of the likeliest tokens each part has beside its own; None for parts without `GeneratedPart.logprobs`.
         shown_tokens: special tokens that are part of the text.
+        adapter: the name of the adapter that it is generated with; None for none.
     """
 
     prompt: Array
@@ -32,6 +33,7 @@ class GenerationRequest:
     stop_strings: Sequence[str] = ()
     logprob_count: int | None = None
     shown_tokens: frozenset[int] = frozenset()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,8 @@ class ServedText(BatchedText):
             raise FieldError("stop", "the bundle has no tokenizer.json, so there is no text")
         settings = defaults.override(request.settings)
         super().__init__(
-            TokenLoop(facts, settings, settings.first_tokens(1) if facts.takes_encoder else request.prompt)
+            TokenLoop(facts, settings, settings.first_tokens(1) if facts.takes_encoder else request.prompt),
+            adapter=request.adapter,
         )
         self.request = request
         self.parts = parts

@@ -186,7 +186,9 @@ class TextLoop:
                             text.weights = self._weights[lane]
                         take = functools.partial(self._take, call)
                         try:
-                            results: list[_Result] = await self._decoder.call(call.inputs, sequence, take)
+                            results: list[_Result] = await self._decoder.call(
+                                call.inputs, sequence, take, adapter=call.adapters
+                            )
                         except RequestError as error:
                             self._begin_again(lane, error)
                             break

@@ -1,0 +1,1 @@
+"""Adapters of bundles, made of files as peft writes them."""

@@ -1,0 +1,186 @@
+"""A bundle with adapters answers as peft does, with any cut, for one adapter and for several in one batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError
+from tests.adapters.lora import adapted, write_lora
+from tests.adapters.models import IDS, MASK, export_model, logits, make_model
+
+LLAMA = {"model.layers.0.self_attn.q_proj": 4, "model.layers.1.mlp.up_proj": 2, "lm_head": 3}
+# Name of the model, its adapted modules, settings.
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "linear layers": ("llama", LLAMA, {}),
+    "the embedding, scaled by the root of the rank": ("llama", {"model.embed_tokens": 4}, {"use_rslora": True}),
+    "an alpha for one module": ("llama", LLAMA, {"alpha_pattern": {"lm_head": 1}}),
+    "Conv1D": ("gpt2", {"transformer.h.0.attn.c_attn": 4, "transformer.h.1.mlp.c_proj": 4}, {}),
+    "one of two tied weights": ("gpt2", {"lm_head": 4}, {}),
+    "the other one": ("gpt2", {"transformer.wte": 4}, {}),
+    "a classifier": ("bert", {"bert.encoder.layer.1.attention.self.query": 4, "bert.pooler.dense": 1}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "stages", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param("layers", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_with_an_adapter_has_the_bits_of_peft(case: str, stages: Any, tmp_path: Path) -> None:
+    name, ranks, settings = CASES[case]
+    model = make_model(name)
+    bundle = export_model(model, tmp_path, stages=stages)
+    lora = write_lora(model, tmp_path / "lora", ranks, **settings)
+    stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
+    pipeline = stagepack.load(bundle, adapters=[tmp_path / "a"])
+    with adapted(model, lora):
+        expected = logits(model)
+    assert torch.equal(logits(pipeline, adapter="a"), expected)
+    plain = logits(pipeline)
+    assert torch.equal(plain, logits(model))
+    assert not torch.equal(plain, expected)
+    # Rows of several adapters are multiplied by other kernels, which round otherwise.
+    mixed = logits(pipeline, adapter=[None, "a", None])
+    torch.testing.assert_close(mixed, torch.stack([plain[0], expected[1], plain[2]]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_change_of_another_dtype_is_computed_as_in_peft(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_model("llama", dtype)
+    bundle = export_model(model, tmp_path, stages=2)
+    lora = write_lora(model, tmp_path / "lora", LLAMA | {"model.embed_tokens": 2})
+    pipeline = stagepack.load(bundle, adapters={"x": stagepack.write_adapter(bundle, lora, out=tmp_path / "a").path})
+    with adapted(model, lora):
+        assert torch.equal(logits(pipeline, adapter="x"), logits(model))
+
+
+def test_adapters_of_several_ranks_and_modules_share_a_batch(tmp_path: Path) -> None:
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=2)
+    ranks = {
+        "first": LLAMA,
+        "second": {"model.layers.0.self_attn.q_proj": 7, "model.embed_tokens": 3},
+        "third": {"model.embed_tokens": 1, "lm_head": 2},
+    }
+    expected = {}
+    for number, (name, modules) in enumerate(ranks.items()):
+        lora = write_lora(model, tmp_path / f"lora-{name}", modules, seed=number)
+        stagepack.write_adapter(bundle, lora, out=tmp_path / name)
+        with adapted(model, lora):
+            expected[name] = logits(model)
+    pipeline = stagepack.load(bundle, adapters=[tmp_path / name for name in ranks])
+    assert pipeline.adapters == tuple(ranks)
+    for order in (["first", "second", "third"], ["third", "third", "second"]):
+        rows = torch.stack([expected[name][row] for row, name in enumerate(order)])
+        torch.testing.assert_close(logits(pipeline, adapter=order), rows, rtol=1e-5, atol=1e-5)
+    for name in ranks:  # the last rows are kept, and must not be those of another call
+        assert torch.equal(logits(pipeline, adapter=name), expected[name])
+    assert not any("lora" in name for name in pipeline.state_dict())
+
+
+def test_whole_weights_and_biases_are_replaced(tmp_path: Path) -> None:
+    model = make_model("bert")
+    bundle = export_model(model, tmp_path, stages=2)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    bias = "bert.encoder.layer.0.attention.self.query"
+    replaced = {
+        "classifier.weight": state["classifier.weight"] + 1,
+        f"{bias}.base_layer.bias": state[f"{bias}.bias"] + 1,
+        "bert.encoder.layer.1.output.dense.bias": state["bert.encoder.layer.1.output.dense.bias"],  # as it was
+    }
+    lora = write_lora(model, tmp_path / "lora", {bias: 4}, replaced=replaced, bias="all")
+    adapter = stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
+    assert sorted(adapter.document.replaced) == [f"{bias}.bias", "classifier.weight"]
+    pipeline = stagepack.load(bundle, adapters=[tmp_path / "a"])
+    with torch.no_grad():
+        model.get_submodule(bias).bias.add_(1)  # type: ignore[union-attr,operator]
+    with adapted(model, lora):
+        assert torch.equal(logits(pipeline, adapter="a"), logits(model))
+    with pytest.raises(InputError, match="rows of one call cannot have several adapters: a replaces whole weights"):
+        logits(pipeline, adapter=["a", None, None])
+
+
+def test_an_adapter_belongs_to_its_bundle(tmp_path: Path) -> None:
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=2)
+    lora = write_lora(model, tmp_path / "lora", LLAMA)
+    stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
+    other = stagepack.recut(bundle, out=tmp_path / "other.stagepack", stages=3)
+    with pytest.raises(AdapterError, match=r"is an adapter of the bundle .*: make it for this bundle"):
+        stagepack.load(other, adapters=[tmp_path / "a"])
+    with pytest.raises(NotABundleError, match="write it by stagepack adapter, which takes this folder of peft"):
+        stagepack.load(bundle, adapters=[lora])
+    tensors = tmp_path / "a" / "adapter.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    with pytest.raises(DigestError, match=r"adapter\.safetensors: the content was changed"):
+        stagepack.load(bundle, adapters=[tmp_path / "a"])
+
+
+def test_a_call_names_adapters_that_are_loaded(tmp_path: Path) -> None:
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=2)
+    stagepack.write_adapter(bundle, write_lora(model, tmp_path / "lora", LLAMA), out=tmp_path / "a")
+    pipeline = stagepack.load(bundle, adapters=[tmp_path / "a"])
+    for adapter, says in (
+        ("b", "expected one of a, or None for none, found 'b'"),
+        (["a", "a"], "expected 3, one for each row, found 2 names"),
+        (["a", "a", 1], "expected one of a, or None for none, found 1"),
+        (1, "expected the name of an adapter, or a list of names, found int"),
+    ):
+        with pytest.raises(InputError, match=says):
+            logits(pipeline, adapter=adapter)
+    with pytest.raises(InputError, match="there is no argument 'adapter'"):
+        logits(stagepack.load(bundle), adapter="a")
+    for option in ({"compile": True}, {"stream": True}, {"device_memory": "1GB"}):
+        with pytest.raises(OptionError, match="adapters excludes"):
+            stagepack.load(bundle, adapters=[tmp_path / "a"], **option)  # type: ignore[call-overload]
+
+
+class Named(torch.nn.Module):
+    """A model that has an argument `adapter` itself, and no dynamic batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + adapter  # type: ignore[no-any-return]
+
+
+def test_a_model_keeps_its_own_argument_of_the_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, own = Named(), torch.randn(2, 4), torch.randn(2, 3)
+    bundle = stagepack.export(model, (x, own), out=tmp_path / "m.stagepack", dynamic_shapes={})
+    lora = write_lora(model, tmp_path / "lora", {"linear": 2})
+    stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
+    pipeline = stagepack.load(bundle, adapters=[tmp_path / "a"])
+    with adapted(model, lora):
+        expected = model(x, own)
+    for names in ("a", ["a", "a"]):
+        assert torch.equal(pipeline(x, adapter=own, adapter_=names), expected)
+    with pytest.raises(InputError, match="expected 1, since the bundle has no batch dimension, found 2 names"):
+        pipeline(x, own, adapter_=["a", None])
+
+
+@pytest.mark.process
+def test_processes_run_the_adapters_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=3)
+    lora = write_lora(model, tmp_path / "lora", LLAMA)
+    stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
+    monkeypatch.chdir(tmp_path)  # the processes have another folder
+    with adapted(model, lora):
+        expected = logits(model)
+    with stagepack.load(bundle, adapters=["a"], processes=2) as pipeline:
+        assert torch.equal(logits(pipeline, adapter="a"), expected)
+        assert torch.equal(logits(pipeline), logits(model))
+        mixed = logits(pipeline, adapter=[None, None, "a"])
+        torch.testing.assert_close(mixed[2], expected[2])
+        answers = [pipeline.submit(input_ids=IDS, attention_mask=MASK, adapter=name) for name in ("a", None, "a", None)]
+        assert torch.equal(answers[2].result()["logits"], expected)
+        with pytest.raises(InputError, match="expected one of a"):
+            logits(pipeline, adapter="b")
