@@ -38,13 +38,8 @@ class AdapterCalls:
     def add(self, values: dict[str, Any], sizes: Mapping[str, int], adapter: Any) -> None:
         """Add the number of the adapter of each row to the values of a call.
 
-        Args:
-            values: the inputs of the model by edge name.
-            sizes: the sizes of the symbols that they determine.
-            adapter: a name, None for none, or a list with one for each row.
-
-        Raises:
-            InputError: there is no adapter of a name, or another number of names than rows.
+        sizes: those of the symbols that the values determine.
+        adapter: a name, None for none, or a list with one for each row.
         """
         if self._bundle is not None:
             values[self._bundle.rows_edge.name] = self._bundle.numbers(adapter, sizes)

@@ -133,12 +133,8 @@ class AdaptedBundle(Bundle):
     def numbers(self, names: Any, sizes: Mapping[str, int]) -> Any:
         """Return the number of the adapter of each row of a call, an array of numpy.
 
-        Args:
-            names: the name of an adapter, or None for none; or one for each row, in a list.
-            sizes: the sizes of the symbols in the call.
-
-        Raises:
-            InputError: there is no adapter of a name, or another number of names than rows.
+        names: the name of an adapter, or None for none; or one for each row, in a list.
+        sizes: the sizes of the symbols in the call.
         """
         row_count = 1 if self.batch is None else sizes[self.batch]
         if names is None or isinstance(names, str):

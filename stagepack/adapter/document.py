@@ -29,6 +29,8 @@ DOCUMENT_NAME: Final = "adapter.json"
 TENSORS_NAME: Final = "adapter.safetensors"
 # Modules and weights that one adapter changes. A Llama of 126 layers has 882 linear layers.
 MOST_CHANGES: Final = 2**16
+# The dtypes of its tensors, as the header of a weight file names them.
+FLOATS: Final = frozenset({"F16", "BF16", "F32", "F64"})
 # Behind the path of a module in the name of a tensor.
 A_SUFFIX, B_SUFFIX, BIAS_SUFFIX = ".lora_A", ".lora_B", ".lora_bias"
 

@@ -10,6 +10,7 @@ from stagepack.adapter.document import (
     B_SUFFIX,
     BIAS_SUFFIX,
     DOCUMENT_NAME,
+    FLOATS,
     AdapterDocument,
     LowRankChange,
     parse_document,
@@ -23,8 +24,6 @@ from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error
 from stagepack.format.weights import StoredTensor, parse_header_bytes
-
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +54,11 @@ class OpenAdapter:
         }
 
     def verify(self) -> None:
-        """Compare the file of the tensors with its digest.
-
-        Raises:
-            DigestError: it is missing or was changed.
-        """
+        """Compare the file of the tensors with its digest."""
         raise_problems(check_digests(self.path, [self.document.file]))
 
     def check_base(self, bundle: Bundle) -> None:
-        """Refuse a bundle that the adapter was not made for.
-
-        Raises:
-            AdapterError: it is another one.
-        """
+        """Refuse a bundle that the adapter was not made for."""
         if self.document.base != bundle.digest:
             raise AdapterError(
                 f"{self.path}: is an adapter of the bundle {self.document.base[:12]}, found {bundle.digest[:12]}: make it for this bundle "
@@ -105,7 +96,7 @@ def _check_tensors(document: AdapterDocument, tensors: Mapping[str, StoredTensor
     if unknown := sorted(tensors.keys() - needed - optional):
         raise rule_error("A3", where, f"has tensors of no change: {', '.join(name[:80] for name in unknown[:5])}")
     for name, tensor in tensors.items():
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise rule_error("A5", where, f"{name[:80]}: expected floats, found {tensor.dtype}")
     for change in document.changes:
         a, b = (tensors[change.module + suffix].shape for suffix in (A_SUFFIX, B_SUFFIX))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from stagepack.adapter.document import FLOATS
 from stagepack.adapter.uses import MERGE_ADVICE
 from stagepack.errors import AdapterError, FormatError, OptionError
 from stagepack.format import limits
@@ -157,6 +158,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except FormatError as error:
         raise AdapterError(f"{path.parent}: {error}") from None
     for key, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            raise AdapterError(f"{path}: {key[:120]}: expected floats, found {tensor.dtype}")
         if tensor.end > file_size:
             raise AdapterError(f"{path}: {key[:120]} ends at byte {tensor.end}, the file at {file_size}")
     return tensors

@@ -210,7 +210,7 @@ def read_adapter(source: str) -> Adapter | None:
     )
 
 
-def merge_adapter(adapter: Adapter, load_base_model: Callable[[], Any]) -> Any:
+def merge_into_base(adapter: Adapter, load_base_model: Callable[[], Any]) -> Any:
     """Merge an adapter into its base model, as ``merge_and_unload`` of PEFT does."""
     try:
         peft: Any = importlib.import_module("peft")

@@ -21,7 +21,7 @@ from stagepack.capture.transformers.model_folders import (
     check_model_path,
     diffusers_class,
     load_diffusers_model,
-    merge_adapter,
+    merge_into_base,
     read_adapter,
 )
 from stagepack.capture.user_model import is_transformers_model
@@ -77,7 +77,7 @@ def load_pretrained(
     else:
         with _errors_name_adapter(adapter):
             check_model_path(adapter.base_model)
-        model = merge_adapter(adapter, partial(_load_base_model, adapter, dtype_option))
+        model = merge_into_base(adapter, partial(_load_base_model, adapter, dtype_option))
     model.eval()
     if deferred is None:
         _align_weights(model)
