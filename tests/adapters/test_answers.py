@@ -43,7 +43,8 @@ def test_a_call_with_an_adapter_has_the_bits_of_peft(case: str, stages: Any, tmp
     assert not torch.equal(plain, expected)
     # Rows of several adapters are multiplied by other kernels, which round otherwise.
     mixed = logits(pipeline, adapter=[None, "a", None])
-    torch.testing.assert_close(mixed, torch.stack([plain[0], expected[1], plain[2]]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mixed[1], expected[1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(mixed[::2], plain[::2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
