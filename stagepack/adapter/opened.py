@@ -1,7 +1,7 @@
 """An adapter that is opened: its document and where its tensors are, checked against each other and against a bundle."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from stagepack.adapter.document import (
     parse_document,
 )
 from stagepack.adapter.rewrite import Pair
-from stagepack.adapter.uses import find_uses
+from stagepack.adapter.uses import Use
 from stagepack.errors import AdapterError, NotABundleError
 from stagepack.format import limits
 from stagepack.format.file_checks import check_digests, near_path_hint, open_plain_file, read_limited
@@ -110,9 +110,11 @@ def _check_tensors(document: AdapterDocument, tensors: Mapping[str, StoredTensor
             )
 
 
-def check_shapes(graph: Graph, document: AdapterDocument, tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Compare the tensors of an adapter with the weights of a graph that they change."""
-    for use in find_uses(graph, {change.module: change for change in document.changes}):
+def check_shapes(
+    graph: Graph, uses: Iterable[Use], document: AdapterDocument, tensors: Mapping[str, StoredTensor], name: str
+) -> None:
+    """Compare the tensors of an adapter with the weights of a graph that they change; `uses` are those of its changes."""
+    for use in uses:
         module = use.change.module
         a, b = (tensors[module + suffix].shape for suffix in (A_SUFFIX, B_SUFFIX))
         if (a[1], b[0]) != use.sizes:

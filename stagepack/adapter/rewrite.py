@@ -10,8 +10,7 @@ from typing import Final, Literal
 
 from msgspec.structs import replace
 
-from stagepack.adapter.document import LowRankChange
-from stagepack.adapter.uses import VIEWS, Use, find_uses
+from stagepack.adapter.uses import VIEWS, Use
 from stagepack.format.graph import Argument, DtypeArg, Graph, ListArg, Node, Op, Value, ValueArg
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import output_names
@@ -88,12 +87,10 @@ class ChangedGraph:
     Attributes:
         graph: the graph.
         inputs: the module and the role of each further input, in order.
-        uses: the uses of the changed weights in the graph without changes.
     """
 
     graph: Graph
     inputs: tuple[tuple[str, Role], ...]
-    uses: tuple[Use, ...]
 
 
 def computing_dtype(weight_dtype: str) -> str:
@@ -102,16 +99,16 @@ def computing_dtype(weight_dtype: str) -> str:
 
 
 def change_graph(
-    graph: Graph, changes: Mapping[str, LowRankChange], pairs: Mapping[str, Pair], batch: str | None = None
+    graph: Graph, uses: Sequence[Use], pairs: Mapping[str, Pair], batch: str | None = None
 ) -> ChangedGraph:
     """Return a graph that applies changes of its weights.
 
-    changes, pairs: the changes and what their tensors are like, by the path of the module.
+    uses: the uses of the changed weights, from `find_uses`.
+    pairs: what the tensors of each change are like, by the path of the module.
     batch: the symbol of the first dimension of the inputs, to give each row its own tensors: the further inputs then have the rows as
         their first dimension, and matrices are [rows, in, rank] and [rows, rank, out]. None for one change of all rows, whose matrices are
         [rank, in] and [out, rank], or [in, rank] of an embedding.
     """
-    uses = find_uses(graph, changes)
     rewriting = _Rewriting(graph, pairs, batch)
     use_of_node = {use.node: use for use in uses}
     for node_number, node in enumerate(graph.nodes):
@@ -126,7 +123,7 @@ def change_graph(
         ops=tuple(rewriting.ops),
         calls=(),
     )
-    return ChangedGraph(changed, tuple(rewriting.inputs), tuple(uses))
+    return ChangedGraph(changed, tuple(rewriting.inputs))
 
 
 def without_rows(graph: Graph, uses: Sequence[Use], batch: str) -> list[str]:

@@ -20,7 +20,7 @@ from stagepack.adapter.document import (
 from stagepack.adapter.names import place_names, weights_by_name
 from stagepack.adapter.opened import OpenAdapter, check_shapes, open_adapter
 from stagepack.adapter.peft_folder import PeftAdapter, read_peft_folder
-from stagepack.adapter.uses import MERGE_ADVICE, unused_changes
+from stagepack.adapter.uses import MERGE_ADVICE, find_uses, unused_changes
 from stagepack.errors import AdapterError, OutputExistsError, WriteError
 from stagepack.format.chunks import file_entry
 from stagepack.format.dtypes import TORCH_DTYPES
@@ -158,7 +158,7 @@ def _check_uses(base: Bundle, document: AdapterDocument, tensors: Mapping[str, S
             f"{name}: {module[:120]}: expected a module that uses its weight, but {reason}: {MERGE_ADVICE}"
         )
     for graph in graphs:
-        check_shapes(graph, document, tensors, name)
+        check_shapes(graph, find_uses(graph, by_module), document, tensors, name)
 
 
 def _is_equal(base: Bundle, weight: Weight, path: Path, tensor: StoredTensor) -> bool:
@@ -171,8 +171,10 @@ def _is_equal(base: Bundle, weight: Weight, path: Path, tensor: StoredTensor) ->
             if weight not in graph.weights:
                 continue
             stored_path, stored = selected.tensors(stage_number, graph)[weight.stored]
-            is_alike = (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
-            return is_alike and _bytes_of(stored_path, stored) == _bytes_of(path, tensor)
+            if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+                return False
+            base.fetch([stored_path.name])
+            return _bytes_of(stored_path, stored) == _bytes_of(path, tensor)
     return False
 
 

@@ -98,7 +98,7 @@ class _Merging:
             use.change.module: use.kind for graph in self._graphs for use in find_uses(graph, self._adapter.changes)
         }
         additions: dict[str, list[Callable[[], torch.Tensor]]] = {}
-        for change in self._adapter.document.changes:
+        for change in sorted(self._adapter.document.changes, key=self._place):
             weight = self._weights[change.weight]
             addition = partial(self._addition, change, weight, kinds[change.module])
             additions.setdefault(weight.names[0], []).append(addition)
@@ -119,6 +119,11 @@ class _Merging:
                 dtype=getattr(torch, weight.dtype), shape=tuple(weight.shape), read=read
             )
         return merged
+
+    def _place(self, change: LowRankChange) -> int:
+        """The place of a module among those that share its weight, in the order of the model, in which peft merges them."""
+        names, name = self._weights[change.weight].names, f"{change.module}.weight"
+        return names.index(name) if name in names else 0
 
     def _merged(self, weight: Weight, additions: Collection[Callable[[], torch.Tensor]]) -> torch.Tensor:
         """A weight after all that is added to it. In the order and the dtypes of peft: each sum is rounded to those of the weight."""

@@ -70,7 +70,7 @@ def adapted(model: torch.nn.Module, folder: Path) -> Iterator[None]:
         with torch.no_grad():
             for name in before:
                 state[name].copy_(tensors[name])
-            yield
+        yield
     finally:
         for hook in hooks:
             hook.remove()

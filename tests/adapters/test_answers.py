@@ -136,9 +136,44 @@ def test_a_call_names_adapters_that_are_loaded(tmp_path: Path) -> None:
             logits(pipeline, adapter=adapter)
     with pytest.raises(InputError, match="there is no argument 'adapter'"):
         logits(stagepack.load(bundle), adapter="a")
+    with pytest.raises(OptionError, match=r"takes no adapters: leave out adapters, or choose runtime='torch'"):
+        stagepack.load(bundle, adapters=[tmp_path / "a"], runtime="onnxruntime")
     for option in ({"compile": True}, {"stream": True}, {"device_memory": "1GB"}):
         with pytest.raises(OptionError, match="adapters excludes"):
             stagepack.load(bundle, adapters=[tmp_path / "a"], **option)  # type: ignore[call-overload]
+
+
+class Repeated(torch.nn.Module):
+    """A layer that is called three times, with inputs of several numbers of dimensions, and a gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = torch.nn.Linear(4, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shared(torch.tanh(self.first(x)))
+        x = self.shared(x.unsqueeze(1).unsqueeze(1)).flatten(0, 1)
+        return self.shared(x)[:, 0]
+
+
+def test_a_layer_that_is_called_again_is_changed_each_time(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Repeated().eval(), torch.randn(3, 4, requires_grad=True)
+    dynamic_shapes = {"x": {0: torch.export.Dim("rows", min=1, max=8)}}
+    bundle = stagepack.export(model, (x.detach(),), out=tmp_path / "m.stagepack", dynamic_shapes=dynamic_shapes)
+    lora = write_lora(model, tmp_path / "lora", {"first": 2, "shared": 3})
+    stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
+    pipeline = stagepack.load(bundle, adapters=[tmp_path / "a"])
+    with pipeline.inference(for_autograd=False):
+        pipeline(x, adapter=[None, "a", "a"])
+    with adapted(model, lora):
+        expected = model(x)
+        [gradient] = torch.autograd.grad(expected.sum(), x)
+    assert torch.equal(pipeline(x, adapter="a"), expected)
+    mixed = pipeline(x, adapter=[None, "a", "a"])
+    torch.testing.assert_close(mixed[1:], expected[1:])
+    [found] = torch.autograd.grad(mixed.sum(), x)
+    torch.testing.assert_close(found[1:], gradient[1:])
 
 
 class Named(torch.nn.Module):

@@ -27,6 +27,7 @@ SECTION_TITLES = {
     "train": "A training step",
     "generate": "Generating",
     "delta": "Deltas",
+    "adapters": "Adapters",
 }
 
 

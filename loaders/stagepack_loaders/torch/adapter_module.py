@@ -11,10 +11,10 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.adapter.adapted_bundle import ROWS_NAME, AdaptedBundle
-from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX, LowRankChange
+from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX
 from stagepack.adapter.opened import OpenAdapter, check_shapes
 from stagepack.adapter.rewrite import ChangedGraph, Pair, change_graph, computing_dtype, without_rows
-from stagepack.adapter.uses import Use
+from stagepack.adapter.uses import Use, find_uses
 from stagepack.errors import InputError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph
@@ -36,23 +36,29 @@ class _Change(NamedTuple):
     scale: float
 
 
+class _Form(NamedTuple):
+    """A module that applies changes, its graph, and the changed modules that compute the same for all rows."""
+
+    module: GraphModule
+    changed: ChangedGraph
+    shared_modules: Sequence[str]
+
+
 class StageAdapter:
     """The part of an adapter that changes one stage.
 
     Attributes:
-        changes: the low-rank changes of weights of the stage, by the path of the module.
-        pairs: what their tensors are like.
-        tensors: their tensors.
+        uses: the uses of the weights that it changes.
+        pairs: what the tensors of its changes are like, by the path of the module.
+        tensors: these tensors.
         replaced: the tensors that replace weights of the stage, by the position of the weight.
     """
 
-    def __init__(self, adapter: OpenAdapter, graph: Graph, device: torch.device, *, verify: bool) -> None:
-        if verify:
-            adapter.verify()
-        check_shapes(graph, adapter.document, adapter.tensors, str(adapter.path))
-        uses = change_graph(graph, adapter.changes, adapter.pairs).uses
-        self.changes = {use.change.module: use.change for use in uses}
-        self.pairs = {module: adapter.pairs[module] for module in self.changes}
+    def __init__(self, adapter: OpenAdapter, graph: Graph, uses: Sequence[Use], device: torch.device) -> None:
+        check_shapes(graph, uses, adapter.document, adapter.tensors, str(adapter.path))
+        self.uses = uses
+        self.pairs = {use.change.module: adapter.pairs[use.change.module] for use in uses}
+        scales = {change.module: change.scale for change in adapter.document.changes}
         content = map_weight_file(adapter.path / adapter.document.file.name).content
 
         def read(name: str, dtype: str) -> torch.Tensor:
@@ -63,7 +69,11 @@ class StageAdapter:
             wanted: torch.dtype = torch_attribute(dtype, torch.dtype)
             return stored_bytes.view(stored_dtype).reshape(stored.shape).to(device, wanted)
 
-        self.tensors = {use.change.module: _read_change(use, read, self.pairs[use.change.module]) for use in uses}
+        self.tensors = {
+            module: _read_change(use, read, self.pairs[module], scales[module])
+            for use in uses
+            if (module := use.change.module)
+        }
         replaced = set(adapter.document.replaced)
         self.replaced = {
             position: read(weight.names[0], weight.dtype)
@@ -72,14 +82,14 @@ class StageAdapter:
         }
 
 
-def _read_change(use: Use, read: Callable[[str, str], torch.Tensor], pair: Pair) -> _Change:
+def _read_change(use: Use, read: Callable[[str, str], torch.Tensor], pair: Pair, scale: float) -> _Change:
     module, dtype = use.change.module, computing_dtype(use.weight.dtype)
     a = read(module + A_SUFFIX, dtype)
     return _Change(
         a=a.T.contiguous() if use.kind == "embedding" else a,
         b=read(module + B_SUFFIX, dtype),
         bias=read(module + BIAS_SUFFIX, dtype) if pair.has_bias else None,
-        scale=use.change.scale,
+        scale=scale,
     )
 
 
@@ -103,7 +113,8 @@ class AdapterModule(torch.nn.Module):
         self._device = device
         self._build = build
         self._rows_position = [value.name for value in graph.inputs].index(ROWS_NAME)
-        self._modules_of: dict[object, tuple[GraphModule, ChangedGraph]] = {}
+        self._uses_of: dict[tuple[str, ...], list[Use]] = {}
+        self._modules_of: dict[object, _Form] = {}
         self._single: dict[int, tuple[GraphModule, _Extras]] = {}
         # The rows of the last call are kept: most calls of a text have those of the one before.
         self._mixed: tuple[tuple[int, ...], GraphModule, list[torch.Tensor]] | None = None
@@ -111,8 +122,17 @@ class AdapterModule(torch.nn.Module):
     def load(self, adapters: Sequence[OpenAdapter], *, verify: bool) -> None:
         """Read the tensors of adapters, and build what applies each to all rows."""
         for number, adapter in enumerate(adapters, 1):
-            self.adapters[number] = StageAdapter(adapter, self._graph, self._device, verify=verify)
+            if verify:
+                adapter.verify()
+            self.adapters[number] = StageAdapter(adapter, self._graph, self._uses(adapter), self._device)
             self._single[number] = self._single_form(self.adapters[number])
+
+    def _uses(self, adapter: OpenAdapter) -> list[Use]:
+        """The uses of the weights that an adapter changes; alike for adapters of the same modules."""
+        key = tuple(adapter.changes)
+        if key not in self._uses_of:
+            self._uses_of[key] = find_uses(self._graph, adapter.changes)
+        return self._uses_of[key]
 
     def forward(self, *values: Any) -> Any:
         """Run the stage on its inputs and its weights."""
@@ -129,20 +149,19 @@ class AdapterModule(torch.nn.Module):
             weights = tuple(replaced.get(position, weight) for position, weight in enumerate(weights))
         return module(*inputs, *tensors, *weights)
 
-    def _module(
-        self, changes: Mapping[str, LowRankChange], pairs: Mapping[str, Pair], batch: str | None
-    ) -> tuple[GraphModule, ChangedGraph]:
+    def _module(self, uses: Sequence[Use], pairs: Mapping[str, Pair], batch: str | None) -> _Form:
         """The module that applies changes; adapters of the same modules and ranks share it."""
         key = batch, tuple(pairs.items())
         if key not in self._modules_of:
-            changed = change_graph(self._graph, changes, pairs, batch)
-            module = self._build(changed.graph) if changed.uses else self.plain_module
-            self._modules_of[key] = module, changed
+            changed = change_graph(self._graph, uses, pairs, batch)
+            module = self._build(changed.graph) if uses else self.plain_module
+            shared = [] if batch is None else without_rows(self._graph, uses, batch)
+            self._modules_of[key] = _Form(module, changed, shared)
         return self._modules_of[key]
 
     def _single_form(self, adapter: StageAdapter) -> tuple[GraphModule, _Extras]:
         """What applies one adapter to all rows."""
-        module, changed = self._module(adapter.changes, adapter.pairs, None)
+        module, changed, _ = self._module(adapter.uses, adapter.pairs, None)
         tensors = []
         for path, role in changed.inputs:
             change = adapter.tensors[path]
@@ -157,24 +176,27 @@ class AdapterModule(torch.nn.Module):
         if last is not None and last[0] == numbers:
             return last[1], last[2]
         own = {number: self.adapters[number] for number in sorted(set(numbers)) if number}
-        changes = {path: change for adapter in own.values() for path, change in adapter.changes.items()}
+        uses = sorted(
+            {use.node: use for adapter in own.values() for use in adapter.uses}.values(), key=lambda use: use.node
+        )
         pairs = {
             path: Pair(
                 max(adapter.pairs[path].rank for adapter in own.values() if path in adapter.pairs),
                 any(adapter.pairs[path].has_bias for adapter in own.values() if path in adapter.pairs),
             )
-            for path in changes
+            for path in dict.fromkeys(use.change.module for use in uses)
         }
         assert self._batch is not None  # otherwise a call has one number
-        module, changed = self._module(changes, pairs, self._batch)
-        self._refuse_mixed(own, without_rows(self._graph, changed.uses, self._batch))
-        use_of = {use.change.module: use for use in changed.uses}
+        module, changed, shared = self._module(uses, pairs, self._batch)
+        self._refuse_mixed(own, shared)
+        use_of = {use.change.module: use for use in uses}
         gather = _Gathering(numbers, own, pairs)
         values = changed.graph.inputs[len(self._graph.inputs) :]
-        tensors = [
-            gather.tensor(use_of[path], role, value.shape)
-            for (path, role), value in zip(changed.inputs, values, strict=True)
-        ]
+        with torch.inference_mode(mode=False):  # later calls may compute gradients with them
+            tensors = [
+                gather.tensor(use_of[path], role, value.shape)
+                for (path, role), value in zip(changed.inputs, values, strict=True)
+            ]
         self._mixed = numbers, module, tensors
         return module, tensors
 
