@@ -219,11 +219,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
     for output_path in filter(None, (options.outputs_file, options.trace_file)):
         check_output_file(output_path, overwrite=options.overwrite)
-    if (
-        (options.outputs_file or options.trace_file or has_tolerance)
-        and options.inputs_file is None
-        and bundle.example is None
-    ):
+    has_no_inputs = options.inputs_file is None and bundle.example is None
+    if has_no_inputs and (options.outputs_file or options.trace_file or has_tolerance):
         option_name = "--outputs" if options.outputs_file else "--trace" if options.trace_file else "--rtol and --atol"
         fail(f"{option_name}: {bundle.location} has no example to run: pass --inputs")
     return stage_runtimes

@@ -22,11 +22,9 @@ from tests.made_once import made_once
 # The exporter warns of this torch, and of sizes that it marks as dynamic.
 pytestmark = pytest.mark.filterwarnings("ignore")
 _TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    **{"hidden_size": 32, "intermediate_size": 64},
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
     "vocab_size": 100,
     "max_position_embeddings": 64,
 }
@@ -35,8 +33,7 @@ _PICTURES: dict[str, Any] = {
     "intermediate_size": 64,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
+    **{"image_size": 16, "patch_size": 8},
     "projection_dim": 16,
 }
 

@@ -85,7 +85,7 @@ def test_answers_have_the_bits_of_peft(case: str, dtype: torch.dtype, tmp_path: 
     assert all(torch.equal(stored[weight_name], parameter) for weight_name, parameter in parameters.items())
     assert torch.equal(logits(pipeline), logits(merged))
     merged_bundle.verify()
-    # Of the folder of peft itself, the same bytes.
+    # The folder of peft itself gives the same bytes.
     again = stagepack.merge_adapter(bundle, lora, out=tmp_path / "again.stagepack")
     assert {file.name: file.blake3 for file in again.manifest.files} == {
         file.name: file.blake3 for file in merged_bundle.manifest.files

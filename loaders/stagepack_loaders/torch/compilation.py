@@ -5,6 +5,7 @@ units of a bundle into a folder, which is no bundle and is in none: ``compiled.j
 the code runs on, and each distinct unit is a file. Weights are passed at each call, so one file serves all calls of a region.
 """
 
+# Long because regions are compiled at loading and ahead of it by the same steps.
 import hashlib
 import json
 import os

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -26,6 +26,7 @@ from stagepack_serving.server.errors import BadRequestError, RequestError, Reque
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics, VersionStatistics
+from stagepack_serving.server.model_part import ModelPart, Part
 from stagepack_serving.server.parameters import (
     InferenceRequest,
     InferenceTensor,
@@ -47,34 +48,6 @@ def _run_example(pipeline: CallablePipeline, *, check: bool) -> None:
     pipeline.reset_state()
     if check:
         check_example_difference(pipeline.bundle, difference, cure="--no-check-example serves it nevertheless")
-
-
-class ModelPart:
-    """What an extension adds to a served model, such as the generation of texts. A model has at most one part of a class."""
-
-    @property
-    def joining(self) -> str:
-        """How its requests share a run of the model, for people; empty if they do as other requests."""
-        return ""
-
-    @property
-    def text_count(self) -> int:
-        """The number of texts that are generated, or wait for it."""
-        return 0
-
-    @property
-    def held_tokens(self) -> int:
-        """The number of tokens that a cache holds."""
-        return 0
-
-    def follow_weights(self) -> None:
-        """Begin what is new with the newest weights of the model, which were updated."""
-
-    def close(self) -> None:
-        """End what the part has begun, before the model is closed."""
-
-
-Part = TypeVar("Part", bound=ModelPart)
 
 
 class ServedModel:

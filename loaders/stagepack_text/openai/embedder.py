@@ -15,8 +15,9 @@ from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
+from stagepack_serving.server.model_part import ModelPart
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
-from stagepack_serving.server.served_model import ADAPTER_PARAMETER, ModelPart, ServedModel
+from stagepack_serving.server.served_model import ADAPTER_PARAMETER, ServedModel
 from stagepack_text.embeddings import IDS_INPUT, EmbeddedBatch, TextReader, embedding_facts, vocabulary_size
 from stagepack_text.openai.requests import EmbeddingFields
 from stagepack_text.sampling import logits_as_floats

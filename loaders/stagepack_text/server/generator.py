@@ -20,9 +20,10 @@ from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
+from stagepack_serving.server.model_part import ModelPart
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
-from stagepack_serving.server.served_model import ModelPart, ServedModel
+from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.tensor_decoding import array_from_json, nested_sizes, tensor_from_numbers
 from stagepack_text.prompts import Prompts, check_tokens
 from stagepack_text.server.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
