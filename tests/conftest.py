@@ -97,13 +97,19 @@ _LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 @contextlib.contextmanager
 def _forgetting_users_modules() -> Iterator[None]:
     """Forget what a command imports from folders of its user, which it searches until its process ends."""
-    path = [*sys.path]
+    path = _users_path()
     yield
-    if folders := tuple(f"{folder}{os.sep}" for folder in {*sys.path} - {*path}):
-        sys.path[:] = path
+    if folders := {*_users_path()} - {*path}:
+        sys.path[:] = [folder for folder in sys.path if folder not in folders]
+        files = tuple(f"{folder}{os.sep}" for folder in folders)
         for module_name, module in [*sys.modules.items()]:
-            if str(getattr(module, "__file__", "")).startswith(folders):
+            if str(getattr(module, "__file__", "")).startswith(files):
                 del sys.modules[module_name]
+
+
+def _users_path() -> list[str]:
+    """The path without the folders of packages, to which setuptools adds its own."""
+    return [folder for folder in sys.path if not folder.startswith((sys.prefix, sys.base_prefix))]
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +136,7 @@ def _process_state() -> dict[str, object]:
     for logger in (logging.root, logging.getLogger("stagepack"), logging.getLogger("py.warnings")):
         state[f"logger {logger.name}"] = logger.propagate, [*logger.handlers]
     state["signals"] = [*map(signal.getsignal, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))]
-    state["paths"] = os.getcwd(), [*sys.path]
+    state["paths"] = os.getcwd(), _users_path()
     state["collector"] = gc.isenabled(), gc.get_threshold()
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
