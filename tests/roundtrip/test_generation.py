@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -64,34 +64,51 @@ def stage_by_stage(bundle: Bundle) -> Iterator[Any]:
     yield load_apart(bundle, types=(), allow_ops=())
 
 
-@pytest.mark.parametrize(
-    ("road", "stages"),
-    [
-        (in_one_process, 3),
-        (stage_by_stage, 3),
-        *(pytest.param(in_processes, stages, marks=[pytest.mark.slow, pytest.mark.process]) for stages in (2, 3, 4)),
-    ],
-)
-def test_greedy_tokens_are_those_of_transformers(road: Any, stages: int, tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A decoder in stages, and the texts of its model."""
+
+    bundle: Bundle
+    prompts: list[torch.Tensor]
+    texts: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A decoder in as many stages as a test asks for."""
     torch.manual_seed(0)
     model = llama(layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=512)
     prompts = [torch.randint(3, 500, (1, length)) for length in (3, 1, 7, 4)]
     greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = [model.generate(prompt, **greedy) for prompt in prompts]
+    texts = [model.generate(prompt, **greedy) for prompt in prompts]
     cache = {"batch_size": 1, "max_cache_len": 48, "device": "cpu"}
     model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
     bundle = stagepack.export(
         TorchExportableModuleWithStaticCache(model),
         kwargs={"input_ids": prompts[0][:, :1], "cache_position": torch.tensor([0])},
-        out=tmp_path / "decoder.stagepack",
-        split_at=[f"model.model.layers.{layer}" for layer in SPLITS[stages]],
+        out=tmp_path_factory.mktemp("decoder") / "decoder.stagepack",
+        split_at=[f"model.model.layers.{layer}" for layer in SPLITS[request.param]],
     )
-    caches = [sum("_cache_" in name for name in stage.state) for stage in bundle.stages]
-    assert caches == [2 * (end - start) for start, end in itertools.pairwise([0, *SPLITS[stages], 4])]
-    with road(bundle) as pipe, ExitStack() as sequences:
-        together = write([GreedyText(sequences.enter_context(pipe.sequence()).submit, prompt) for prompt in prompts])
-        assert all(map(torch.equal, together, expected))
-        for prompt, tokens in zip(prompts, expected, strict=True):
+    return Decoder(bundle, prompts, texts)
+
+
+@pytest.mark.parametrize(
+    ("road", "decoder"),
+    [
+        (in_one_process, 3),
+        (stage_by_stage, 3),
+        *(pytest.param(in_processes, stages, marks=[pytest.mark.slow, pytest.mark.process]) for stages in (2, 3, 4)),
+    ],
+    indirect=["decoder"],
+)
+def test_greedy_tokens_are_those_of_transformers(road: Any, decoder: Decoder) -> None:
+    caches = [sum("_cache_" in name for name in stage.state) for stage in decoder.bundle.stages]
+    starts = SPLITS[len(decoder.bundle.stages)]
+    assert caches == [2 * (end - start) for start, end in itertools.pairwise([0, *starts, 4])]
+    with road(decoder.bundle) as pipe, ExitStack() as sequences:
+        texts = [GreedyText(sequences.enter_context(pipe.sequence()).submit, prompt) for prompt in decoder.prompts]
+        assert all(map(torch.equal, write(texts), decoder.texts))
+        for prompt, tokens in zip(decoder.prompts, decoder.texts, strict=True):
             pipe.reset_state()
             [alone] = write([GreedyText(pipe, prompt)])
             assert torch.equal(alone, tokens)
