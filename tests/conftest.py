@@ -90,7 +90,7 @@ def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
         raise AssertionError(f"{event} {args}: mark the test with pytest.mark.process")
 
 
-# Libraries set these when they are imported.
+# Libraries set these variables when they are imported.
 _LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 
 

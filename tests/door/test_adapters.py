@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers.utils import is_peft_available
+from transformers.utils.import_utils import is_peft_available
 
 import stagepack
 from stagepack.errors import CaptureError, MissingPackageError

@@ -303,25 +303,25 @@ def _program(model: torch.nn.Module) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.ones(2, 4),))
 
 
-def test_the_command_exports_and_examines_a_folder(
-    text_bundle: stagepack.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def _twins(folder: Path) -> Path:
     program = _program(Twice())
-    folder = _save(tmp_path / "x", {"one": program, "two": program})
-    done = run("export", str(folder / "export.json"), "-o", "m.stagepack", "--stages", "2")
+    return _save(folder / "x", {"one": program, "two": program})
+
+
+def test_the_command_exports_and_examines_a_folder(text_bundle: stagepack.Bundle, tmp_path: Path) -> None:
+    folder, out = _twins(tmp_path), str(tmp_path / "m.stagepack")
+    done = run("export", str(folder / "export.json"), "-o", out, "--stages", "2")
     assert done.exit_code == 0
     assert "entry point one" in done.stdout
-    for bundle in ("m.stagepack", text_bundle.path):
-        assert run("verify", str(bundle), "--run").exit_code == 0
+    for bundle in (out, str(text_bundle.path)):
+        assert run("verify", bundle, "--run").exit_code == 0
     done = run("doctor", str(folder))
     assert done.exit_code == 0
     assert "entry point two" in done.stdout
 
 
 def test_a_folder_with_a_model_and_programs_is_the_model(tmp_path: Path) -> None:
-    program = _program(Twice())
-    folder = _save(tmp_path / "x", {"one": program, "two": program})
+    folder = _twins(tmp_path)
     llama().save_pretrained(folder)
     model = stagepack.export(folder, out=tmp_path / "model.stagepack")
     programs = stagepack.export(folder / "export.json", out=tmp_path / "programs.stagepack")
@@ -349,9 +349,7 @@ def test_equal_parts_are_told_apart_by_the_names_of_the_programs(tmp_path: Path)
 
 
 def test_state_is_shared_by_the_programs_that_write_it(tmp_path: Path) -> None:
-    model = Twice()
-    folder = _save(tmp_path / "x", {"one": _program(model), "two": _program(model)})
-    pipes = stagepack.load_entry_points(stagepack.export(folder, out=tmp_path / "m.stagepack", stages=2))
+    pipes = stagepack.load_entry_points(stagepack.export(_twins(tmp_path), out=tmp_path / "m.stagepack", stages=2))
     x = torch.ones(2, 4)
     first, second = pipes["one"](x), pipes["two"](x)
     torch.testing.assert_close(second, first + 1)
@@ -364,8 +362,7 @@ def test_a_folder_of_links_is_read_as_caches_and_mounts_have_it(tmp_path: Path) 
 
 
 def test_examples_are_given_by_the_names_of_the_components(tmp_path: Path) -> None:
-    program = _program(Twice())
-    folder = _save(tmp_path / "x", {"one": program, "two": program})
+    folder = _twins(tmp_path)
     given = {"two": stagepack.Inputs(args=(torch.full((2, 4), 3.0),))}
     bundle = stagepack.export(folder, out=tmp_path / "m.stagepack", entry_points=given)
     bundle.verify()

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy
 import onnx
@@ -24,7 +25,12 @@ _NETRON_DTYPES = {"bool": "boolean"}
 def small_folder(folder: Path) -> str:
     """A model with the inputs and operators of MiniLM."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=1000)).save_pretrained(folder)
     return str(folder)
 
