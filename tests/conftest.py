@@ -91,7 +91,7 @@ def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
 
 
 # Libraries set these variables when they are imported.
-_LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
+_LIBRARY_VARIABLES = ("CUDA_", "KMP_", "NCCL_", "PYTEST_", "TORCH", "TRITON_", "_TORCH")
 
 
 @contextlib.contextmanager
@@ -125,6 +125,7 @@ def _is_left_as_found() -> Iterator[None]:
     with _forgetting_users_modules():
         yield
     after = _process_state()
+    before.setdefault("torch", after.get("torch"))  # the module may be the first to import it
     left = {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
     assert not left, f"the module leaves behind (before, after): {left}"
 
