@@ -232,7 +232,8 @@ def _check_body(
         yield from _check_indices(graph, node, location)
         for argument in (*node.args, *(argument for _, argument in node.kwargs)):
             # Graphs are large and most arguments are defined values or numbers: this saves a generator for each of them.
-            if argument.name not in defined if type(argument) is ValueArg else type(argument) not in _PLAIN:
+            is_defined = type(argument) is ValueArg and argument.name in defined
+            if not is_defined and type(argument) not in _PLAIN:
                 yield from _check_argument(argument, defined, callable_below, location)
         for keyword, _ in node.kwargs:
             if not is_identifier(keyword):

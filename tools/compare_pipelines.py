@@ -91,7 +91,7 @@ class StartedSide:
 
     def __enter__(self) -> Self:
         begin = time.perf_counter()
-        member = [*("-m", "tools.bench_pipelines", "--member", self._side, str(self._folder), str(self._store.port))]
+        member = [*("-m", "tools.compare_pipelines", "--member", self._side, str(self._folder), str(self._store.port))]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *member]
         self._process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         self._store.wait([f"{self._side}/ready"])
