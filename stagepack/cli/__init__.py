@@ -28,7 +28,7 @@ _COMMAND_GROUPS = {
         "apply": "Write the bundle that deltas make of another one.",
     },
     "Examine bundles": {
-        "inspect": "Show the stages, edges and nodes of a bundle, or what a delta changes.",
+        "inspect": "Show a bundle in stages, or what a delta changes.",
         "verify": "Check a bundle or a delta against its digests and the format rules.",
         "sign": "Sign a bundle or a delta.",
         "diff": "Show what differs between two bundles, or what a delta changes.",

@@ -29,8 +29,8 @@ class _Options:
 @subcommand(
     "apply",
     examples=[
-        "stagepack apply step-10.stagepack step-11.delta step-12.delta -o step-12.stagepack",
-        "stagepack apply model.stagepack step-13.delta --in-place",
+        "stagepack apply old.stagepack 11.delta 12.delta -o new.stagepack",
+        "stagepack apply old.stagepack 11.delta --in-place",
     ],
 )
 def command(options: _Options) -> None:

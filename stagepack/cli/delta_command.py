@@ -29,8 +29,8 @@ class _Options:
 @subcommand(
     "delta",
     examples=[
-        "stagepack delta step-11.stagepack step-12.stagepack -o step-12.delta",
-        "stagepack delta step-11.stagepack step-12.safetensors -o step-12.delta --version 12",
+        "stagepack delta old.stagepack new.stagepack -o step.delta",
+        "stagepack delta old.stagepack new.safetensors -o step.delta --version 12",
     ],
 )
 def command(options: _Options) -> None:

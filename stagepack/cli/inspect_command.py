@@ -44,7 +44,7 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Show the stages, edges and nodes of a bundle, or what a delta changes.
+    """Show a bundle in stages, or what a delta changes.
 
     Reads the manifest and the graphs, but never the weights. Needs no torch. BUNDLE may be a delta of 'stagepack delta'.
     """
