@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,20 @@ def values_of(index: int, shape: tuple[int, ...]) -> Array:
     return numpy.random.default_rng(index).standard_normal(shape, dtype=numpy.float32) * numpy.float32(0.02)
 
 
+def values_in(shapes: list[tuple[int, ...]], index: int) -> Array:
+    """The values of a tensor of the old version."""
+    return values_of(index, shapes[index])
+
+
+def stepped(step: Step, shapes: list[tuple[int, ...]], index: int) -> Array:
+    """The values of a tensor of the next version."""
+    return step(index, values_of(index, shapes[index]))
+
+
 def replaced(index: int, values: Array) -> Array:
     """1 % of the elements at random."""
     random = numpy.random.default_rng(10**6 + index)
-    chosen = random.random(values.shape, dtype=numpy.float32) < 0.01
+    chosen: Array = random.random(values.shape, dtype=numpy.float32) < 0.01
     values[chosen] = random.standard_normal(int(chosen.sum()), dtype=numpy.float32) * numpy.float32(0.02)
     return values
 
@@ -95,7 +106,8 @@ def replaced(index: int, values: Array) -> Array:
 def optimizer_step(index: int, values: Array) -> Array:
     """A step of Adam at a learning rate of 1e-6, whose normalized moments are drawn."""
     random = numpy.random.default_rng(2 * 10**6 + index)
-    return values + numpy.float32(1e-6) * random.uniform(-1.1, 1.1, values.shape).astype(numpy.float32)
+    moments: Array = random.uniform(-1.1, 1.1, values.shape)
+    return values + numpy.float32(1e-6) * moments.astype(numpy.float32)
 
 
 def merged_adapter(index: int, values: Array) -> Array:
@@ -118,9 +130,9 @@ STEPS: Mapping[str, Step] = {
 
 def measure_steps(results: BenchmarkResults, folder: Path, manifest: Manifest, options: Any) -> None:
     """Measure each step of training."""
-    shapes = [(WIDTH, WIDTH)] * max(1, round(options.gigabytes * 1e9 / (2 * WIDTH * WIDTH)))
+    shapes: list[tuple[int, ...]] = [(WIDTH, WIDTH)] * max(1, round(options.gigabytes * 1e9 / (2 * WIDTH * WIDTH)))
     old = folder / "old.stagepack"
-    write_version(old, manifest, shapes, lambda index: values_of(index, shapes[index]))
+    write_version(old, manifest, shapes, partial(values_in, shapes))
     size = (old / WEIGHTS).stat().st_size
     table = results.table(
         f"deltas of {size / 1e9:.2f} GB of bfloat16, median of {options.rounds}",
@@ -131,8 +143,8 @@ def measure_steps(results: BenchmarkResults, folder: Path, manifest: Manifest, o
     )
     for step_name, step in STEPS.items():
         new, delta = folder / "new.stagepack", folder / "step.delta"
-        write_version(new, manifest, shapes, lambda index, step=step: step(index, values_of(index, shapes[index])))
-        make_seconds = seconds_of(lambda new=new, delta=delta: stagepack.delta(old, new, out=delta))
+        write_version(new, manifest, shapes, partial(stepped, step, shapes))
+        make_seconds = seconds_of(partial(stagepack.delta, old, new, out=delta))
         seconds = apply_in_turns(folder, old, new, delta, options.rounds)
         median = medians(seconds)
         delta_bytes = folder_bytes(delta)
@@ -192,7 +204,7 @@ def measure_zstd(peers: Any, folder: Path, old: Path, new: Path) -> None:
     options = ["zstd", "-q", "-f", "--long=31", "-T0", f"--patch-from={old}"]
     make_seconds = seconds_of(lambda: subprocess.run([*options, str(new), "-o", str(patch)], check=True))
     apply_seconds = seconds_of(
-        lambda: subprocess.run([*options, "--memory=4096MB", "-d", str(patch), "-o", str(out)], check=True)
+        lambda: subprocess.run([*options, "--memory=2048MB", "-d", str(patch), "-o", str(out)], check=True)
     )
     peers.add(
         "zstd --patch-from",
@@ -207,7 +219,7 @@ def measure_zstd(peers: Any, folder: Path, old: Path, new: Path) -> None:
 
 def measure_bsdiff(peers: Any, shape: tuple[int, ...]) -> None:
     """The difference of one tensor by bsdiff4, and by the codes of a delta."""
-    import bsdiff4  # noqa: PLC0415 - of this measurement alone
+    import bsdiff4  # type: ignore[import-not-found]  # noqa: PLC0415 - of this measurement alone
 
     from stagepack.deltas.codes import decode_planes  # noqa: PLC0415 - the same
     from stagepack.deltas.encoding import encode_smallest  # noqa: PLC0415 - the same
@@ -247,11 +259,9 @@ def measure_small_tensors(results: BenchmarkResults, folder: Path, manifest: Man
     for count in (_LARGE_TENSORS, _SMALL_TENSORS):
         shapes: list[tuple[int, ...]] = [(elements // count,)] * count
         old, new, delta = (folder / f"{kind}-{count}" for kind in ("old", "new", "delta"))
-        write_version(old, manifest, shapes, lambda index, shapes=shapes: values_of(index, shapes[index]))
-        write_version(
-            new, manifest, shapes, lambda index, shapes=shapes: replaced(index, values_of(index, shapes[index]))
-        )
-        made[count] = seconds_of(lambda old=old, new=new, delta=delta: stagepack.delta(old, new, out=delta))
+        write_version(old, manifest, shapes, partial(values_in, shapes))
+        write_version(new, manifest, shapes, partial(stepped, replaced, shapes))
+        made[count] = seconds_of(partial(stagepack.delta, old, new, out=delta))
         paths[count] = old, delta
 
     def apply(count: int) -> float:

@@ -101,7 +101,9 @@ def _read_files(
     contents: dict[str, mmap.mmap] = {}
     problems: list[Problem] = []
     for group_start in range(0, len(entries), FILE_GROUP):
-        copied, mapped, patched = [], [], []
+        copied: list[FileRead] = []
+        mapped: list[FileRead] = []
+        patched: list[FileRead] = []
         with contextlib.ExitStack() as open_files:
             group = entries[group_start : group_start + FILE_GROUP]
             # Before leases take descriptors: a file that can have no lease is copied, but one that cannot be opened is an error.

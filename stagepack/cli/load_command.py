@@ -70,9 +70,7 @@ _MOST_FILES: Final = 6  # of a stage, named
 
 @option_object
 class _Options(BundleOptions):
-    stage_number: int | None = flag(
-        "--stage N", "Load only stage N, counted from 0, and run nothing.", default_text="all"
-    )
+    stage_number: int | None = flag("--stage N", "Load only stage N, from 0, and run nothing.", default_text="all")
     delta_paths: tuple[str, ...] = DELTAS
     devices: tuple[str, ...] = DEVICES
     placement: PlacementOptions = PLACEMENT
