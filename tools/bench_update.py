@@ -29,6 +29,7 @@ from tools.measuring import seconds_of
 
 WIDTH = 4096
 _SETTLED_SECONDS = 2.5  # a file younger than that is not recorded
+_QUIET_REQUESTS = 10
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def change_elements(model: Layers, share: float) -> None:
 def change_layers(model: Layers, share: float) -> None:
     """Replace layers, at least one."""
     for layer in list(model.layers)[: max(1, round(share * len(model.layers)))]:
-        layer.weight.uniform_(-0.02, 0.02)  # type: ignore[operator, union-attr]
+        layer.weight.uniform_(-0.02, 0.02)  # type: ignore[operator]
 
 
 def measure_times(results: BenchmarkResults, title: str, folder: Path, rounds: int) -> None:
@@ -129,8 +130,8 @@ def measure_times(results: BenchmarkResults, title: str, folder: Path, rounds: i
     for side, seconds in sides.items():
         table.add(side, statistics.median(seconds), statistics.median(seconds) / base)
     for part in parts[0]:
-        seconds = statistics.median(each[part] for each in parts)
-        table.add(f"update: {part}", seconds, seconds / base)
+        part_seconds = statistics.median(each[part] for each in parts)
+        table.add(f"update: {part}", part_seconds, part_seconds / base)
 
 
 def measure_requests(results: BenchmarkResults, title: str, folder: Path, rounds: int, threads: int) -> None:
@@ -152,7 +153,8 @@ def measure_requests(results: BenchmarkResults, title: str, folder: Path, rounds
         workers = [threading.Thread(target=call, args=(own_times,)) for own_times in times]
         for worker in workers:
             worker.start()
-        time.sleep(3)
+        while min(map(len, times)) < _QUIET_REQUESTS:
+            time.sleep(0.1)
         quiet_end = time.perf_counter()
         for _ in range(rounds):
             pipeline.update(folder / "delta")

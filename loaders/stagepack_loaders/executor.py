@@ -138,15 +138,12 @@ class Executor(ABC):
         self.end_sequence(sequence)
 
     @abstractmethod
-    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+    def update(self, source: UpdateSource, report: UpdateReport) -> None:
         """Load a version beside the one that runs, and let calls and sequences to come run on it.
 
         Args:
             source: where its weights come from.
-            report: gets the times of the parts.
-
-        Returns:
-            The version before.
+            report: gets the names of the versions, and the times of the parts.
 
         Raises:
             StagepackError: the version cannot be loaded; the one that runs is left as it is.
@@ -303,9 +300,9 @@ class LocalExecutor(Executor):
         """See `Executor`."""
         sequence.states.clear()
 
-    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+    def update(self, source: UpdateSource, report: UpdateReport) -> None:
         """See `Executor`."""
-        return self.versions.update(source, report)
+        self.versions.update(source, report)
 
     @property
     def kept(self) -> StageVersion | None:

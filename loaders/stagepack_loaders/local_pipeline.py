@@ -59,7 +59,7 @@ class Pipeline(CallablePipeline):
             return super().__deepcopy__(memo)
         stages = [copy.deepcopy(stage, memo) for stage in self.stages]
         copied = Pipeline(self.bundle, stages, self._types, self.limit, self.executor.versions.loading.options)
-        copied.executor.chosen = self.executor.chosen
+        copied.executor.chosen, copied.trusted_signers = self.executor.chosen, self.trusted_signers
         return copied
 
     def to(self, devices: Any = None, *, device: Any = None, dtype: Any = None) -> Self:

@@ -33,7 +33,7 @@ class LocalVersions:
         self.refusal = ""
         self._lock = threading.Lock()
 
-    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+    def update(self, source: UpdateSource, report: UpdateReport) -> None:
         """Stage a version, and switch to it; see `Executor.update`."""
         with self._lock:
             staged = self.stage(source, report)
@@ -42,7 +42,7 @@ class LocalVersions:
             if any(driver.has_state for driver in staged.stages.values()):
                 report.pause = report.switch
             self.kept = previous if source.keeps_previous else None
-            return previous
+            report.version, report.previous = staged.name, previous.name
 
     def stage(self, source: UpdateSource, report: UpdateReport, running: StageVersion | None = None) -> StageVersion:
         """Load the stages of a version beside those of another one, the newest if `running` is None, which it will take the place of.
@@ -52,7 +52,7 @@ class LocalVersions:
         running = running or self.newest
         if self.refusal:
             raise UpdateError(f"{running.bundle.location}: {self.refusal}")
-        bundle = same_model(running.bundle, source.bundle)
+        bundle = same_model(running.bundle, source)
         name = source.name or version_name(bundle)
         if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
             return self.kept

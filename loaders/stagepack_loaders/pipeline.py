@@ -217,12 +217,11 @@ class CallablePipeline(ABC):
             'step 2'
         """
         check_version_name(version)
-        report = UpdateReport(version="", previous="")
-        bundle = bundle_of(self.bundle, source, require_signature or self.trusted_signers)
-        update = UpdateSource(bundle=bundle, name=version, keeps_previous=keep_previous)
+        report = UpdateReport()
+        bundle, base = bundle_of(self.bundle, source, require_signature or self.trusted_signers)
+        update = UpdateSource(bundle=bundle, name=version, base=base, keeps_previous=keep_previous)
         with named_errors(bundle.location):
-            report.previous = self.executor.update(update, report).name
-        report.version = self.executor.version.name
+            self.executor.update(update, report)
         return report
 
     def generate(
@@ -323,9 +322,9 @@ class CallablePipeline(ABC):
             raise UpdateError(
                 f"{self.bundle.location}: no version before is kept: update with keep_previous=True, or update to its bundle"
             )
-        report = UpdateReport(version=kept.name, previous="")
+        report = UpdateReport()
         update = UpdateSource(bundle=kept.bundle.stored, name=kept.name, keeps_previous=keep_previous)
-        report.previous = self.executor.update(update, report).name
+        self.executor.update(update, report)
         return report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,8 +24,8 @@ class UpdateReport:
             call waits.
     """
 
-    version: str
-    previous: str
+    version: str = ""
+    previous: str = ""
     fetch: float = 0.0
     verify: float = 0.0
     stage: float = 0.0

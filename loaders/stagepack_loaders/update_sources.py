@@ -14,10 +14,12 @@ from stagepack.remote.url import split_entry_point
 WeightSource: TypeAlias = "BundleSource | DeltaSource | Sequence[DeltaSource]"
 
 
-def bundle_of(running: Bundle, source: WeightSource, require_signature: TrustedSigners | None) -> Bundle:
-    """Return the bundle that a source makes of the one that runs."""
+def bundle_of(
+    running: Bundle, source: WeightSource, require_signature: TrustedSigners | None
+) -> tuple[Bundle, str | None]:
+    """Return the bundle that a source makes of the one that runs, and the digest of this one if it is made of it."""
     if (deltas := _find_deltas(source)) is None:
-        return opened(source, require_signature)  # type: ignore[arg-type] # no deltas
+        return opened(source, require_signature), None  # type: ignore[arg-type] # no deltas
     if not deltas:
         raise OptionError("expected a bundle, a delta or several, found an empty list")
     if not running.compares_digests:
@@ -32,7 +34,7 @@ def bundle_of(running: Bundle, source: WeightSource, require_signature: TrustedS
                 "between them, in order, or the whole bundle"
             )
         expected = delta.result
-    return _with_more_deltas(running.stored, deltas, require_signature)
+    return _with_more_deltas(running.stored, deltas, require_signature), running.digest
 
 
 def _with_more_deltas(stored: Bundle, deltas: Sequence[Delta], require_signature: TrustedSigners | None) -> Bundle:

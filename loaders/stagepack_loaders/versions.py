@@ -57,11 +57,13 @@ class UpdateSource:
     Attributes:
         bundle: its bundle, at the entry point that runs.
         name: its name; None for that of its bundle.
+        base: the digest of the bundle that must run, of which deltas make the new one; None for any.
         keeps_previous: keep the version before in memory, until the next update.
     """
 
     bundle: Bundle
     name: str | None = None
+    base: str | None = None
     keeps_previous: bool = False
 
 
@@ -76,8 +78,14 @@ def check_version_name(name: str | None) -> None:
         raise OptionError(f"version: expected a printable text of 1 to {NAME_LENGTH} characters, found {name!r:.300}")
 
 
-def same_model(running: Bundle, bundle: Bundle) -> Bundle:
+def same_model(running: Bundle, source: UpdateSource) -> Bundle:
     """Return a bundle in the stages that run; refuse one with other graphs, or that takes and returns other values."""
+    bundle = source.bundle
+    if source.base not in (None, running.digest):
+        raise UpdateError(
+            f"{bundle.location}: expected a delta on the bundle that runs, {running.digest}, found one on {source.base}: give the deltas "
+            "between them, in order, or the whole bundle"
+        )
     name = running.entry_point.name
     if name not in {entry_point.name for entry_point in bundle.entry_points}:
         raise _other_model(running, bundle, f"it has no entry point {name!r}")

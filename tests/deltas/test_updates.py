@@ -61,8 +61,8 @@ def test_weights_that_a_delta_does_not_change_stay_where_they_are(tmp_path: Path
     x = torch.ones(2, 64, dtype=torch.bfloat16)
     stagepack.export(model, (x,), out=folders[0], stages=2)
     with torch.no_grad():
-        model[1].weight[3, 5] += 1
-        model[2].bias[:] = 7
+        model.get_parameter("1.weight")[3, 5] += 1
+        model.get_parameter("2.bias").fill_(7)
     stagepack.export(model, (x,), out=folders[1], stages=2)
     delta = stagepack.delta(*folders, out=tmp_path / "step", version="7")
     pipeline = stagepack.load(folders[0])
@@ -76,6 +76,9 @@ def test_weights_that_a_delta_does_not_change_stay_where_they_are(tmp_path: Path
 
 def test_small_tied_and_rearranged_weights_are_changed(tmp_path: Path) -> None:
     class Model(torch.nn.Module):
+        whole: torch.Tensor
+        part: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.small = torch.nn.ParameterList(torch.randn(5) for _ in range(300))
@@ -89,8 +92,9 @@ def test_small_tied_and_rearranged_weights_are_changed(tmp_path: Path) -> None:
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             hidden = self.table(ids)
-            total = sum(self.small) + self.part.sum(0) + self.whole[0]  # type: ignore[operator]
-            return self.head(hidden + total @ self.turned)
+            total = sum(self.small) + self.part.sum(0) + self.whole[0]
+            result: torch.Tensor = self.head(hidden + total @ self.turned)
+            return result
 
     torch.manual_seed(0)
     model, ids = Model(), torch.arange(6)

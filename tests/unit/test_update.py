@@ -57,7 +57,7 @@ class WithFactor(torch.nn.Sequential):
         return result
 
 
-def layers(seed: int) -> torch.nn.Module:
+def layers(seed: int) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(3)))
 

@@ -153,13 +153,13 @@ class ProcessExecutor(Executor):
         with suppress(StagepackError):
             self._command(ControlKind.END_SEQUENCE, sequence=number)
 
-    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+    def update(self, source: UpdateSource, report: UpdateReport) -> None:
         """See `Executor`. When a process is lost meanwhile, all of them have the version before, also those that are started again."""
         with self._update_lock:
             self._check_ready()
             front, previous = self.front, self.version
             front.refuse_waiting()
-            bundle = same_model(previous.bundle, source.bundle)
+            bundle = same_model(previous.bundle, source)
             with report.part("fetch"):
                 location = self._launcher.find_version(bundle)
             try:
@@ -174,7 +174,7 @@ class ProcessExecutor(Executor):
                 self._launcher.use_version(bundle)
                 self._versions.newest = staged
             self._versions.kept = previous if source.keeps_previous else None
-            return previous
+            report.version, report.previous = staged.name, previous.name
 
     @property
     def kept(self) -> StageVersion | None:

@@ -1,5 +1,6 @@
 """How the processes of a group load a version beside the one that runs: what each is told, and what the front waits for."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -79,8 +80,10 @@ class GroupStaging:
 
     def stage(self, description: VersionDescription) -> dict[int, VersionStaged]:
         """Have all processes load a version beside those that run; return what each reports, by rank, when all have."""
+        if (store := self._members.store) is None:
+            raise StageLostError("the pipeline is closed")
         try:
-            self._members.store.set(_key(description.number), msgspec.json.encode(description).decode())
+            store.set(_key(description.number), msgspec.json.encode(description).decode())
         except DistError as error:
             raise StageLostError(f"the processes are gone: {error}") from None
         reports = {
@@ -93,7 +96,10 @@ class GroupStaging:
             self._reports.update(reports)
         self._announce(description.number)
         own = {} if self._stage_own is None else {FRONT_RANK: self._stage_own(description)}
-        return own | {rank: report.result() for (rank, _), report in reports.items()}
+        staged = own | {rank: report.result() for (rank, _), report in reports.items()}
+        with contextlib.suppress(DistError, AttributeError):  # the group may be closed meanwhile, and its store with it
+            self._members.store.delete_key(_key(description.number))
+        return staged
 
     def add(self, rank: int, report: VersionStaged) -> None:
         """Add the report of a process."""

@@ -181,7 +181,7 @@ class ProcessLost(Struct, frozen=True, kw_only=True, tag="lost"):
         return StageLostError(self.message, stages=self.stages, host=self.host)
 
 
-# The statuses that the front keeps; the others are about the end of a process.
+# Statuses that the front keeps; the others are about the end of a process.
 RecordedStatus = ProcessStatus | RequestFailure | SpanReport | VersionStaged
 Status = RecordedStatus | ProcessClosed | ProcessLost
 

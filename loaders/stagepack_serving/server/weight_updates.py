@@ -53,10 +53,7 @@ class UpdateRequest(msgspec.Struct, kw_only=True):
 class _Step(msgspec.Struct):
     """What the document of a delta says of its place in a chain."""
 
-    format: Any = None
     base: str = ""
-    result: str = ""
-    sha256: str = ""
 
 
 class UpdatedModels(Protocol):
@@ -123,12 +120,19 @@ class WeightUpdates:
         while self.watches:
             await asyncio.sleep(_WATCH_SECONDS)
             for model in self.control.models.serving:
-                while (path := await run_in_thread(partial(self._next_step, model))) is not None:
-                    try:
-                        await asyncio.shield(self._update(model.name, path, None, keep_previous=False))
-                    except StagepackError as error:
-                        _LOGGER.error("%s: not updated: %s", model.name, error)  # noqa: TRY400 - the reason is enough
-                        self._refused[path] = folder_state(str(path))
+                await self._take_steps(model)
+
+    async def _take_steps(self, model: ServedModel) -> None:
+        """Update a model by the deltas on what it runs, one after the other."""
+        while (path := await run_in_thread(partial(self._next_step, model))) is not None:
+            state = folder_state(str(path))
+            try:
+                await asyncio.shield(self._update(model.name, path, None, keep_previous=False))
+            except StagepackError as error:
+                _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+                if isinstance(error, RequestError) and error.status is RequestStatus.STAGE_LOST:
+                    return  # its processes are started again
+                self._refused[path] = state
 
     async def _update(
         self, model_name: str, path: Path | None, version: str | None, *, keep_previous: bool
@@ -175,9 +179,14 @@ class WeightUpdates:
     def _next_step(self, model: ServedModel) -> Path | None:
         """The delta on what a model runs; the first by name of several."""
         digest, folder = model.bundle.digest, self._folder_of(model.name)
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else ():
-            path = folder / entry.name
-            is_next = bool(_NAME.fullmatch(entry.name)) and _read_step(path).base == digest
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            _LOGGER.warning("%s: the folder of updates cannot be read: %s", folder, error.strerror)
+            return None
+        for name in names:
+            path = folder / name
+            is_next = bool(_NAME.fullmatch(name)) and _read_step(path).base == digest
             if is_next and self._refused.get(path) != folder_state(str(path)):
                 return path
         return None

@@ -93,7 +93,7 @@ class TextLoop:
         self._encode = encode
         self._waiting = ClientQueue()
         self._new_batch = functools.partial(TextBatch[ServedText], facts, rows, self._waiting, is_alone=lane_count == 1)
-        # The batches that texts begin in; others only finish theirs, with the weights before an update.
+        # Lanes that texts begin in; others only finish theirs, with the weights before an update.
         self._batches = [self._new_batch() for _ in range(lane_count if facts.has_rows else 0)]
         self._sequences: dict[ServedText, TextSequence[ServedText]] = {}
         # Lanes that have texts, each with the task that makes its calls.
