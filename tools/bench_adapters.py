@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="all of them by default")
     parser.add_argument("--quick", action="store_true", help="one round of a few tokens, a model of 2 layers")
     options = parser.parse_args()
-    layers, rounds, new_tokens = (2, 1, 4) if options.quick else (6, 5, 12)
+    layers, rounds, new_tokens = (2, 1, 4) if options.quick else (6, 9, 12)
     with benchmark_results(options.json) as results, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         adapters = make_adapters(folder, layers)
