@@ -28,6 +28,10 @@ class AdapterCalls:
             while any(parameter.name == self.keyword for parameter in bundle.entry_point.signature.parameters):
                 self.keyword += "_"
 
+    def named_as_model(self, model_name: str, own_name: str) -> str | None:
+        """Return the adapter that clients name as a model of its own; None for the model itself, whose name is `own_name`."""
+        return model_name if model_name != own_name and model_name in self.names else None
+
     def take(self, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """Return the adapter that keyword arguments name, and the arguments of the model."""
         if self.keyword is None or self.keyword not in kwargs:

@@ -134,7 +134,7 @@ def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, model
 
 def _check_adapters(models: "ModelRegistry", options: ServeOptions) -> None:
     """Refuse adapters that were made for none of the bundles."""
-    served = {adapter for model in models for adapter in model.adapters}
+    served = {adapter for model in models for adapter in model.adapters.names}
     unused = [name for name in adapter_folders(options.adapters) if name not in served]
     if unused and options.repository is None:
         fail(
@@ -216,7 +216,7 @@ def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", opti
         devices = " ".join(facts["devices"])
         joining = next(filter(None, (part.joining for part in model.parts.values())), "")
         joining = joining or batching_text(facts["batch"], facts["alone"])
-        adapters = f"; adapters {', '.join(model.adapters)}" if model.adapters else ""
+        adapters = f"; adapters {', '.join(model.adapters.names)}" if model.adapters.names else ""
         print_line(f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {joining}{adapters}")
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
     scheme, encryption = ("http", "") if options.tls_certificate is None else ("https", " with TLS")

@@ -26,8 +26,8 @@ def write_lora(
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for path, rank in ranks.items():
-        module = model.get_submodule(path)
-        size_in, size_out = module.weight.shape if is_in_out(module) else module.weight.shape[::-1]  # type: ignore[union-attr,misc]
+        module: Any = model.get_submodule(path)
+        size_in, size_out = module.weight.shape if is_in_out(module) else module.weight.shape[::-1]
         a, b = (torch.randn(sizes, generator=generator) / 4 for sizes in ((rank, size_in), (size_out, rank)))
         if isinstance(module, torch.nn.Embedding):
             tensors |= {f"{path}.lora_embedding_A": a, f"{path}.lora_embedding_B": b}

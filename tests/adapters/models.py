@@ -28,10 +28,15 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
         config: Any = GPT2Config(
             vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
         )
-        return GPT2LMHeadModel(config).to(dtype).eval()
+        return cast_model(GPT2LMHeadModel(config), dtype)
     if name == "bert":
-        return BertForSequenceClassification(BertConfig(**SIZES, num_attention_heads=4)).to(dtype).eval()
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4)).to(dtype).eval()
+        return cast_model(BertForSequenceClassification(BertConfig(**SIZES, num_attention_heads=4)), dtype)
+    return cast_model(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4)), dtype)
+
+
+def cast_model(model: Any, dtype: torch.dtype) -> PreTrainedModel:
+    cast: PreTrainedModel = model.to(dtype).eval()
+    return cast
 
 
 def export_model(model: PreTrainedModel, folder: Path, **options: Any) -> stagepack.Bundle:

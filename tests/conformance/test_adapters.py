@@ -29,7 +29,7 @@ def answer(bundle: Path, adapter: Path, x: numpy.ndarray) -> numpy.ndarray:
     changes = {change["module"]: change for change in document["changes"]}
     values = {"x": x}
     for stage in manifest["entry_points"][0]["stages"]:
-        tensors = {}
+        tensors: dict[str, numpy.ndarray] = {}
         for name in stage.get("weights", []):
             tensors |= safetensors.numpy.load_file(bundle / name)
         tensors |= {name: pairs[name] for name in document["replaced"] if name in tensors}

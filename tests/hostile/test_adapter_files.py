@@ -27,7 +27,7 @@ class Model(torch.nn.Module):
         self.first, self.second = torch.nn.Linear(8, 6), torch.nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+        return self.second(torch.relu(self.first(x)))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,11 @@ def header(fields: Any, length: int | None = None) -> Callable[[Path], None]:
         (folder / TENSORS).write_bytes(size.to_bytes(8, "little") + text + bytes(64))
 
     return change
+
+
+def replace_by_folder(folder: Path) -> None:
+    (folder / TENSORS).unlink()
+    (folder / TENSORS).mkdir()
 
 
 ENTRY = {"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 64]}
@@ -158,7 +163,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "adapter_model.safetensors: base_model",
     ),
     "a folder in the place of the tensors": (
-        lambda folder: ((folder / TENSORS).unlink(), (folder / TENSORS).mkdir()),
+        replace_by_folder,
         "expected the tensors in",
     ),
 }

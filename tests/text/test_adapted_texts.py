@@ -158,26 +158,28 @@ def test_a_request_of_the_protocol_names_its_adapter(tmp_path: Path) -> None:
         for name, array in arrays.items()
     ]
     with torch.no_grad():
-        answers = {None: model(input_ids=PROMPTS, attention_mask=torch.ones_like(PROMPTS)).logits}
+        answers: dict[str | None, torch.Tensor] = {
+            None: model(input_ids=PROMPTS, attention_mask=torch.ones_like(PROMPTS)).logits
+        }
         with adapted(model, lora):
             answers["a"] = model(input_ids=PROMPTS, attention_mask=torch.ones_like(PROMPTS)).logits
     with local_server([bundle.path], "--adapter", str(tmp_path / "a")) as server:
         for name, expected in answers.items():
-            parameters = {} if name is None else {"parameters": {"adapter": name}}
-            status, answer = post_json(server, "/v2/models/bert/infer", inputs=inputs, **parameters)
+            fields: dict[str, Any] = {} if name is None else {"parameters": {"adapter": name}}
+            status, answer = post_json(server, "/v2/models/bert/infer", inputs=inputs, **fields)
             assert status == 200, answer
             found = numpy.array(answer["outputs"][0]["data"], numpy.float32).reshape(expected.shape)
-            numpy.testing.assert_allclose(found, expected.numpy(), rtol=1e-6, atol=1e-6)
+            numpy.testing.assert_allclose(found, numpy.asarray(expected), rtol=1e-6, atol=1e-6)
 
         def ask(name: str | None) -> Any:
-            parameters = {} if name is None else {"parameters": {"adapter": name}}
+            parameters: dict[str, Any] = {} if name is None else {"parameters": {"adapter": name}}
             return post_json(server, "/v2/models/bert/infer", inputs=inputs, **parameters)[1]["outputs"][0]["data"]
 
         jobs = [None, "a"] * 16
         with ThreadPoolExecutor(8) as pool:  # joined into batches of several adapters
             for name, data in zip(jobs, pool.map(ask, jobs), strict=True):
                 found = numpy.array(data, numpy.float32).reshape(answers[name].shape)
-                numpy.testing.assert_allclose(found, answers[name].numpy(), rtol=1e-5, atol=1e-5)
+                numpy.testing.assert_allclose(found, numpy.asarray(answers[name]), rtol=1e-5, atol=1e-5)
         status, answer = post_json(server, "/v2/models/bert/infer", inputs=inputs, parameters={"adapter": "b"})
         assert status == 400
         assert "expected one of a, or None for none, found 'b'" in answer["error"]

@@ -58,6 +58,7 @@ class ServedModel:
         version: the number of the version, as clients write it.
         pipeline: the loaded bundle.
         interface: its inputs and outputs.
+        adapters: the adapters that requests may choose.
         devices: the devices of its stages, each once.
         max_batch_size: the largest batch that requests are joined to; 1 if each request runs alone.
         weight_bytes: bytes of the weights of its stages.
@@ -86,7 +87,7 @@ class ServedModel:
         bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
         self._decoder = decoder_facts(bundle.entry_point)
-        self._adapter_calls = AdapterCalls(bundle)
+        self.adapters = AdapterCalls(bundle)
         self.parts: dict[type[ModelPart], ModelPart] = {}
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
         self.devices = list(dict.fromkeys(pipeline.devices))
@@ -148,11 +149,6 @@ class ServedModel:
         return self._executor.version
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that requests may choose."""
-        return self._adapter_calls.names
-
-    @property
     def sequence_count(self) -> int:
         """The number of sequences whose state is kept."""
         return len(self._sequences or ())
@@ -196,15 +192,6 @@ class ServedModel:
             max_batch_size=self.max_batch_size,
             has_state=self._sequences is not None,
         )
-
-    @property
-    def apart_adapter(self) -> str | None:
-        """An adapter whose rows share no call with those of others; None if there is none."""
-        return self._adapter_calls.apart
-
-    def adapter_of(self, model_name: str) -> str | None:
-        """Return the adapter that clients name as a model of its own; None for the model itself."""
-        return model_name if model_name != self.name and model_name in self.adapters else None
 
     async def infer(self, request: InferenceRequest, deadline: asyncio.Timeout) -> list[InferenceTensor]:
         """Run the model on a request."""
@@ -259,7 +246,7 @@ class ServedModel:
         self._check_state(sequence)
         try:
             sizes = self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
-            self._adapter_calls.add(inputs := dict(inputs), sizes, adapter)
+            self.adapters.add(inputs := dict(inputs), sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
         result = await self._run(QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence, finish=finish))
@@ -320,8 +307,8 @@ class ServedModel:
         inputs = {tensor.name: tensor.array for tensor in request.inputs}
         try:
             edge_shapes, sizes = self._check_request(request)
-            adapter = request.parameters.get(ADAPTER_PARAMETER) if self.adapters else None
-            self._adapter_calls.add(inputs, sizes, adapter)
+            adapter = request.parameters.get(ADAPTER_PARAMETER) if self.adapters.names else None
+            self.adapters.add(inputs, sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
         received_bytes = sum(array.nbytes for array in inputs.values())
@@ -329,7 +316,7 @@ class ServedModel:
         if self.max_batch_size == 1:
             return QueuedCall(inputs=inputs, sizes=sizes)
         batch_key = tuple(sorted((input_name, shape[1:]) for input_name, shape in edge_shapes.items()))
-        if self._adapter_calls.apart is not None:
+        if self.adapters.apart is not None:
             batch_key = (*batch_key, (str(adapter), ()))
         batch_size = next(iter(edge_shapes.values()))[0]
         return QueuedCall(inputs=inputs, sizes=sizes, batch_key=batch_key, batch_size=batch_size)

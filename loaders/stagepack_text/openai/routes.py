@@ -312,10 +312,10 @@ def _served_name(models: ModelRegistry, model_name: str) -> str:
     """The model that a request names: itself, or by one of its adapters."""
     if any(model.name == model_name for model in models.serving):
         return model_name
-    return next((model.name for model in _text_models(models) if model_name in model.adapters), model_name)
+    return next((model.name for model in _text_models(models) if model_name in model.adapters.names), model_name)
 
 
 def _model_fields(model: ServedModel) -> list[dict[str, Any]]:
     """The fields of a model, and of its adapters, which are models of their own here."""
     own = {"id": model.name, "object": "model", "created": 0, "owned_by": "stagepack"}
-    return [own, *({**own, "id": adapter, "parent": model.name} for adapter in model.adapters)]
+    return [own, *({**own, "id": adapter, "parent": model.name} for adapter in model.adapters.names)]

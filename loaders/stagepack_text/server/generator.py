@@ -186,12 +186,12 @@ class Generator(ModelPart):
 
     def adapter_of(self, model_name: str) -> str | None:
         """Return the adapter that clients name as a model of its own; None for the decoder itself."""
-        return self._decoder.adapter_of(model_name)
+        return self._decoder.adapters.named_as_model(model_name, self._decoder.name)
 
     def check_adapter(self, adapter: str | None) -> None:
         """Refuse an adapter that the decoder is not served with."""
-        if adapter is not None and adapter not in self._decoder.adapters:
-            known = ", ".join(self._decoder.adapters) or "none"
+        if adapter is not None and adapter not in self._decoder.adapters.names:
+            known = ", ".join(self._decoder.adapters.names) or "none"
             raise BadRequestError(
                 f"{self._decoder.name}: adapter: expected one of its adapters, {known}, found {adapter!r}"
             )
@@ -310,9 +310,9 @@ def add_generators(models: Sequence[ServedModel]) -> None:
     for model in models:
         facts = decoder_facts(model.bundle.entry_point)
         encoder = by_entry_point.get(ENCODER_NAME)
-        if facts is not None and facts.has_rows and model.apart_adapter is not None:
+        if facts is not None and facts.has_rows and model.adapters.apart is not None:
             raise OptionError(
-                f"{model.name}: the adapter {model.apart_adapter!r} replaces whole weights, and texts of several adapters share calls: "
+                f"{model.name}: the adapter {model.adapters.apart!r} replaces whole weights, and texts of several adapters share calls: "
                 "merge it into a bundle of its own (stagepack adapter --merge)"
             )
         if facts is not None and (encoder is not None or not facts.takes_encoder):
