@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import PADDING_PREFIX
 from stagepack.format.tree import ValueLeaf, fill_tree, flatten_tree
 from stagepack.format.validate.files import INPUT_PREFIX, OUTPUT_PREFIX, example_edges
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES
@@ -104,13 +105,18 @@ def compare_results(
     )
 
 
-def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def run_on_inputs(
+    pipeline: CallablePipeline, inputs: Mapping[str, Any], adapters: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Call a pipeline.
 
+    adapters: the call has the first one; none without one.
     The result is the results as arrays, by number: ``output.0`` is the first leaf of the result. A number is an array without dimensions.
     """
     entry_point = pipeline.entry_point
     args, kwargs = _call_arguments(entry_point, _input_values(entry_point, inputs))
+    if adapters and (keyword := AdapterCalls(pipeline.bundle).keyword) is not None:
+        kwargs[keyword] = adapters[0]
     with pipeline.inference():
         result = pipeline(*args, **kwargs)
     result_leaves = enumerate(flatten_tree(entry_point.signature.result, result, "the result"))

@@ -63,8 +63,7 @@ if TYPE_CHECKING:
     from stagepack_loaders.pipeline import CallablePipeline
     from stagepack_loaders.torch.stage import TorchStage
 
-_MOST_REQUESTS: Final = 10_000
-_DEFAULT_REQUESTS: Final = 8
+_MOST_REQUESTS, _DEFAULT_REQUESTS = 10_000, 8
 _MOST_FILES: Final = 6  # of a stage, named
 
 
@@ -169,7 +168,7 @@ def command(options: _Options) -> None:
 
         stored_bundle, placed = bundle, place_bundle(bundle, load_options)
         bundle, load_options = placed.bundle, placed.options
-        if placed.chosen is not None or bundle is not stored_bundle:
+        if placed.chosen is not None or len(bundle.stages) < len(stored_bundle.stages):
             facts["placement"] = str(placed.chosen or current_placement(bundle, load_options.devices))
     with contextlib.ExitStack() as display:
         count_bytes = display.enter_context(counted_progress("loading stages"))
@@ -194,6 +193,7 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
             is_one_stage and (options.inputs_file or options.outputs_file),
             "--inputs and --outputs run the whole pipeline: leave out --stage",
         ),
+        (options.inputs_file and len(options.adapters) > 1, "--inputs runs with one adapter: pass one --adapter"),
         (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
         (
             is_one_stage and (options.placement.is_given or options.adapters),
@@ -326,7 +326,7 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
             inputs, expected = example.read_inputs(pipeline, options.inputs_file), {}
         timer.end("inputs")
         compile_seconds_before = _compile_seconds(options, bundle)
-        results = example.run_on_inputs(pipeline, inputs)
+        results = example.run_on_inputs(pipeline, inputs, None if options.inputs_file is None else pipeline.adapters)
         timer.end("first call")
         timer.reassign("first call", "compile", _compile_seconds(options, bundle) - compile_seconds_before)
         if options.outputs_file is not None:

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import stagepack
 from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
+from tests.hostile.attack import run
 
 LLAMA = {"model.layers.0.self_attn.q_proj": 4, "model.layers.1.mlp.up_proj": 2, "lm_head": 3}
 # Name of the model, its adapted modules, settings.
@@ -220,3 +222,21 @@ def test_processes_run_the_adapters_of_a_call(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(answers[2].result()["logits"], expected)
         with pytest.raises(InputError, match="expected one of a"):
             logits(pipeline, adapter="b")
+
+
+def test_the_command_runs_inputs_with_the_adapter_that_it_is_given(tmp_path: Path) -> None:
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=3)
+    lora = write_lora(model, tmp_path / "lora", LLAMA)
+    stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
+    save_file({"input_ids": IDS, "attention_mask": MASK}, tmp_path / "x.safetensors")
+    with adapted(model, lora):
+        expected = logits(model)
+    words = [str(bundle.path), "--inputs", str(tmp_path / "x.safetensors"), "--adapter", str(tmp_path / "a")]
+    result = run("load", *words, "--outputs", str(tmp_path / "y.safetensors"))
+    assert result.exit_code == 0, result.output
+    assert "placed:" not in result.output
+    assert torch.equal(load_file(tmp_path / "y.safetensors")["output.0"], expected)
+    assert run("load", str(bundle.path), "--adapter", str(tmp_path / "a")).exit_code == 0  # the example has none
+    refused = run("load", *words, "--adapter", f"b={tmp_path / 'a'}")
+    assert "--inputs runs with one adapter" in refused.output
