@@ -68,7 +68,8 @@ class RemoteExecutor:
 
 
 def schedule(executor: Any, max_batch_size: int = 1, *, batching_delay: float = 0) -> Scheduler:
-    interface: Any = SimpleNamespace(inputs={"x": tensor("x", None)}, outputs={"y": tensor("y", 0)})
+    given, made = tensor("x", None), tensor("y", 0)
+    interface: Any = SimpleNamespace(inputs={"x": given}, outputs={"y": made}, call_edges={"x": given.edge})
 
     def ignore(_: CallBatch) -> None:
         pass
