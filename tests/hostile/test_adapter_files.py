@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
+from stagepack.adapter.document import encode_document
 from stagepack.errors import AdapterError, FormatError, OptionError, OutputExistsError, StagepackError, WriteError
+from stagepack.format.chunks import chunk_digest, file_entry
 from tests.adapters.lora import PREFIX, write_lora
 from tests.hostile.attack import command_fails
 
@@ -196,6 +199,27 @@ def test_no_changed_byte_of_an_adapter_is_loaded(name: str, made: Path, lora: Pa
         (adapter / name).write_bytes(content[:length])
         with pytest.raises(StagepackError):
             stagepack.load(made / "m.stagepack", adapters=[adapter])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("module", "other"), ("weight", "second.weight"), ("weight", "third.weight")]
+)
+def test_a_change_that_no_stage_applies_is_refused(
+    field: str, value: str, made: Path, lora: Path, tmp_path: Path
+) -> None:
+    good = stagepack.write_adapter(made / "m.stagepack", lora, out=tmp_path / "good")
+    bad = Path(shutil.copytree(good.path, tmp_path / "bad"))
+    change = msgspec.structs.replace(good.document.changes[0], **{field: value})
+    if field == "module":
+        content = (bad / "adapter.safetensors").read_bytes().replace(b'"first.lora', b'"other.lora')
+        (bad / "adapter.safetensors").write_bytes(content)
+        entry = file_entry("adapter.safetensors", len(content), [chunk_digest(content)])
+    else:
+        entry = good.document.file
+    document = msgspec.structs.replace(good.document, changes=(change,), file=entry)
+    (bad / "adapter.json").write_bytes(encode_document(document))
+    with pytest.raises(AdapterError, match="which no stage of the bundle uses so"):
+        stagepack.load(made / "m.stagepack", adapters=[good.path, bad])
 
 
 def test_the_output_of_an_adapter_replaces_adapters_alone(made: Path, lora: Path, tmp_path: Path) -> None:

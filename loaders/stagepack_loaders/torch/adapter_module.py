@@ -15,9 +15,11 @@ from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX
 from stagepack.adapter.opened import OpenAdapter, check_shapes
 from stagepack.adapter.rewrite import ChangedGraph, Pair, change_graph, computing_dtype, without_rows
 from stagepack.adapter.uses import Use, find_uses
-from stagepack.errors import InputError
+from stagepack.errors import AdapterError, InputError
+from stagepack.format.chunks import check_content
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph
+from stagepack.format.rules import raise_problems
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.weight_files import map_weight_file
 
@@ -54,12 +56,17 @@ class StageAdapter:
         replaced: the tensors that replace weights of the stage, by the position of the weight.
     """
 
-    def __init__(self, adapter: OpenAdapter, graph: Graph, uses: Sequence[Use], device: torch.device) -> None:
+    def __init__(
+        self, adapter: OpenAdapter, graph: Graph, uses: Sequence[Use], device: torch.device, *, verify: bool
+    ) -> None:
         check_shapes(graph, uses, adapter.document, adapter.tensors, str(adapter.path))
         self.uses = uses
         self.pairs = {use.change.module: adapter.pairs[use.change.module] for use in uses}
         scales = {change.module: change.scale for change in adapter.document.changes}
-        content = map_weight_file(adapter.path / adapter.document.file.name).content
+        entry = adapter.document.file
+        content = map_weight_file(adapter.path / entry.name).content
+        if verify or len(content) != entry.size:
+            raise_problems(check_content(entry, memoryview(content)))
 
         def read(name: str, dtype: str) -> torch.Tensor:
             stored = adapter.tensors[name]
@@ -113,7 +120,7 @@ class AdapterModule(torch.nn.Module):
         self._device = device
         self._build = build
         self._rows_position = [value.name for value in graph.inputs].index(ROWS_NAME)
-        self._uses_of: dict[tuple[str, ...], list[Use]] = {}
+        self._uses_of: dict[object, list[Use]] = {}
         self._modules_of: dict[object, _Form] = {}
         self._single: dict[int, tuple[GraphModule, _Extras]] = {}
         # The rows of the last call are kept: most calls of a text have those of the one before.
@@ -122,14 +129,13 @@ class AdapterModule(torch.nn.Module):
     def load(self, adapters: Sequence[OpenAdapter], *, verify: bool) -> None:
         """Read the tensors of adapters, and build what applies each to all rows."""
         for number, adapter in enumerate(adapters, 1):
-            if verify:
-                adapter.verify()
-            self.adapters[number] = StageAdapter(adapter, self._graph, self._uses(adapter), self._device)
+            uses = self._uses(adapter)
+            self.adapters[number] = StageAdapter(adapter, self._graph, uses, self._device, verify=verify)
             self._single[number] = self._single_form(self.adapters[number])
 
     def _uses(self, adapter: OpenAdapter) -> list[Use]:
         """The uses of the weights that an adapter changes; alike for adapters of the same modules."""
-        key = tuple(adapter.changes)
+        key = tuple((change.module, change.weight) for change in adapter.document.changes)
         if key not in self._uses_of:
             self._uses_of[key] = find_uses(self._graph, adapter.changes)
         return self._uses_of[key]
@@ -213,6 +219,18 @@ class AdapterModule(torch.nn.Module):
         duplicate = copy.copy(self)
         memo[id(self)] = duplicate
         return duplicate
+
+
+def check_changes(adapters: Sequence[OpenAdapter], modules: Sequence[AdapterModule]) -> None:
+    """Refuse adapters with changes that no stage applies; `modules` are those of all stages of a model."""
+    for number, adapter in enumerate(adapters, 1):
+        parts = [module.adapters[number] for module in modules]
+        applied = {use.change.module for part in parts for use in part.uses}
+        unknown = [change.module for change in adapter.document.changes if change.module not in applied]
+        if not unknown and not any(part.replaced for part in parts):
+            unknown = list(adapter.document.replaced)
+        if unknown:
+            raise AdapterError(f"{adapter.path}: changes {unknown[0][:120]}, which no stage of the bundle uses so")
 
 
 class _Gathering:

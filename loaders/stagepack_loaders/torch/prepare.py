@@ -29,7 +29,7 @@ from stagepack.format.validate.whole_model import check_whole_model
 from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions
-from stagepack_loaders.torch.adapter_module import AdapterModule
+from stagepack_loaders.torch.adapter_module import AdapterModule, check_changes
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
@@ -141,7 +141,15 @@ def finish_prepared_stages(stages: Mapping[int, PreparedTorchStage], *, verify: 
     for device in dict.fromkeys(stage.weights.device for stage in stages.values()):
         on_device = [stage for stage in stages.values() if stage.weights.device == device]
         on_device[0].store.open([stage.weights for stage in on_device], verify=verify)
-    return {stage_number: stage.finish(verify=verify) for stage_number, stage in stages.items()}
+    finished = {stage_number: stage.finish(verify=verify) for stage_number, stage in stages.items()}
+    modules = [
+        stage.code.compiled_module for stage in stages.values() if isinstance(stage.code.compiled_module, AdapterModule)
+    ]
+    bundle = next((stage.weights.bundle for stage in stages.values()), None)
+    # Other entry points may have what this one does not apply.
+    if isinstance(bundle, AdaptedBundle) and len(modules) == len(bundle.stages) and len(bundle.entry_points) == 1:
+        check_changes(list(bundle.adapters.values()), modules)
+    return finished
 
 
 def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], loading: Loading) -> WeightStore:
