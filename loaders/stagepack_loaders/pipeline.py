@@ -29,7 +29,7 @@ from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.update_sources import WeightSource, bundle_of
-from stagepack_loaders.versions import StageVersion, UpdateSource, check_version_name
+from stagepack_loaders.versions import StageVersion, UpdateSource, check_weight_version
 
 
 class CallablePipeline(ABC):
@@ -216,7 +216,7 @@ class CallablePipeline(ABC):
             >>> pipeline.update("step-2.stagepack", version="step 2").version
             'step 2'
         """
-        check_version_name(version)
+        check_weight_version(version)
         report = UpdateReport()
         bundle, base = bundle_of(self.bundle, source, require_signature or self.trusted_signers)
         update = UpdateSource(bundle=bundle, name=version, base=base, keeps_previous=keep_previous)

@@ -72,7 +72,7 @@ def version_name(bundle: Bundle) -> str:
     return (bundle.patches.version if bundle.patches is not None else "") or bundle.digest
 
 
-def check_version_name(name: str | None) -> None:
+def check_weight_version(name: str | None) -> None:
     """Check the name that a caller gives a version."""
     if name is not None and (not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH or not name.isprintable()):
         raise OptionError(f"version: expected a printable text of 1 to {NAME_LENGTH} characters, found {name!r:.300}")

@@ -19,7 +19,7 @@ import stagepack
 from stagepack.distributed import DistributedPipeline
 from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import Layers, has_restarts, in_processes, process_ids
+from tests.distributed.bundles import Counting, Layers, has_restarts, in_processes, process_ids
 from tests.waiting import wait_until
 
 # How many updates are drawn; 500 before a release: the test is then to be chosen with `-m slow`.
@@ -164,6 +164,26 @@ def test_a_version_that_one_process_cannot_load_is_loaded_by_none(versions: dict
             load.check()
         assert pipeline.restart_count == 0
         assert not load.counts["lost"]
+
+
+def test_the_state_of_calls_without_a_sequence_passes_on(tmp_path: Path) -> None:
+    bundles = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        bundles.append(
+            stagepack.export(Counting().eval(), (torch.ones(4),), out=tmp_path / str(seed), split_at=["layer"])
+        )
+    one, x = stagepack.load(bundles[0]), torch.ones(4)
+    with in_processes(bundles[0]) as pipeline, pipeline.sequence() as sequence, one.sequence() as own_sequence:
+        for each in (pipeline, one, sequence, own_sequence):
+            each(x)
+        for updated in (pipeline, one):
+            updated.update(bundles[1])
+        with torch.no_grad():
+            for call, expected in ((pipeline, one), (sequence, own_sequence)):
+                assert all(map(torch.equal, call(x), expected(x)))
+            pipeline.reset_state()
+            assert all(map(torch.equal, pipeline(x), stagepack.load(bundles[1])(x)))
 
 
 def test_an_update_ends_when_its_pipeline_is_closed(versions: dict[str, Bundle]) -> None:

@@ -28,6 +28,7 @@ PUBLIC = {
     "stagepack_loaders.registry.register_runtime",
     "stagepack_loaders.torch.stage.TorchStage",
     "stagepack_loaders.run_trace.write_trace",
+    "stagepack_loaders.update_report.UpdateReport",
     "stagepack_train.training.Training",
     *(".".join(home) for home in (*stagepack._HOMES.values(), *EXTENSION.public_names.values())),
 }

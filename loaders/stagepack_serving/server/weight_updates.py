@@ -15,7 +15,7 @@ import msgspec
 from stagepack.errors import OptionError, StageLostError, StagepackError
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.versions import check_version_name
+from stagepack_loaders.versions import check_weight_version
 from stagepack_serving.server.bundle_listings import folder_state
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.event_loop_threads import run_in_thread
@@ -97,7 +97,7 @@ class WeightUpdates:
         if parameters.rollback == (parameters.source is not None):
             raise BadRequestError("parameters: expected either source, the name of a version, or rollback")
         try:
-            check_version_name(parameters.weight_version)
+            check_weight_version(parameters.weight_version)
         except OptionError as error:
             raise BadRequestError(f"weight_{error}") from None
         path = None if parameters.source is None else self._find(model_name, parameters.source)
