@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,12 +50,11 @@ def main() -> None:
             with changed(model, change, options.share):
                 export(model, folder / "new")
             delta = stagepack.delta(folder / "old", folder / "new", out=folder / "delta")
-            back = stagepack.delta(folder / "new", folder / "old", out=folder / "back")
             time.sleep(_SETTLED_SECONDS)
             title = f"{options.share:.0%} changed: {kind}"
             measure_times(results, title, folder, options.rounds)
             measure_requests(results, title, folder, options.rounds, options.threads)
-            for path in (folder / "new", delta.path, back.path):
+            for path in (folder / "new", delta.path):
                 shutil.rmtree(path)
 
 
@@ -137,11 +136,9 @@ def measure_times(results: BenchmarkResults, title: str, folder: Path, rounds: i
 def measure_requests(results: BenchmarkResults, title: str, folder: Path, rounds: int, threads: int) -> None:
     """Send requests while a pipeline is updated."""
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
-    pipeline = stagepack.load(folder / "old")
-    has_ended, failures = threading.Event(), list[str]()
-    times: list[list[float]] = [[] for _ in range(threads)]
+    quiet, busy, failures = list[float](), list[float](), list[str]()
 
-    def call(own_times: list[float]) -> None:
+    def call(pipeline: Pipeline, own_times: list[float], has_ended: threading.Event) -> None:
         while not has_ended.is_set():
             try:
                 pipeline(x)
@@ -149,23 +146,24 @@ def measure_requests(results: BenchmarkResults, title: str, folder: Path, rounds
                 failures.append(repr(error))
             own_times.append(time.perf_counter())
 
-    with torch.no_grad():
-        workers = [threading.Thread(target=call, args=(own_times,)) for own_times in times]
-        for worker in workers:
-            worker.start()
-        while min(map(len, times)) < _QUIET_REQUESTS:
-            time.sleep(0.1)
-        quiet_end = time.perf_counter()
-        for _ in range(rounds):
+    for _ in range(rounds):
+        pipeline, has_ended = stagepack.load(folder / "old", copy=True), threading.Event()
+        times: list[list[float]] = [[] for _ in range(threads)]
+        with torch.no_grad():
+            workers = [threading.Thread(target=call, args=(pipeline, own_times, has_ended)) for own_times in times]
+            for worker in workers:
+                worker.start()
+            _await_requests(times, _QUIET_REQUESTS)
+            quiet_end = time.perf_counter()
             pipeline.update(folder / "delta")
-            pipeline.update(folder / "old")
-        update_end = time.perf_counter()
-        has_ended.set()
-        for worker in workers:
-            worker.join()
-    gaps = [(end, end - start) for own_times in times for start, end in itertools.pairwise(own_times)]
-    quiet = [gap for end, gap in gaps if end < quiet_end]
-    busy = [gap for end, gap in gaps if quiet_end < end < update_end]
+            _await_requests(times, max(map(len, times)) + 2)
+            has_ended.set()
+            for worker in workers:
+                worker.join()
+        for own_times in times:
+            gaps = [(end, end - start) for start, end in itertools.pairwise(own_times[1:])]
+            quiet += [gap for end, gap in gaps if end < quiet_end]
+            busy += [gap for end, gap in gaps if end >= quiet_end]
     table = results.table(f"{title}: requests of {threads} threads", "what", "without updates", "during updates")
     table.add("median request, ms", 1e3 * statistics.median(quiet), 1e3 * statistics.median(busy))
     table.add("longest pause, ms", 1e3 * max(quiet), 1e3 * max(busy))
@@ -173,6 +171,12 @@ def measure_requests(results: BenchmarkResults, title: str, folder: Path, rounds
         "longest pause, in median requests", max(quiet) / statistics.median(quiet), max(busy) / statistics.median(quiet)
     )
     table.add("requests that failed", 0, len(failures))
+
+
+def _await_requests(times: Sequence[Sequence[float]], count: int) -> None:
+    """Wait until each thread has so many answers."""
+    while min(map(len, times)) < count:
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

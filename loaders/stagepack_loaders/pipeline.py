@@ -4,6 +4,7 @@ from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from stagepack_loaders.placement import current_placement
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.update_sources import WeightSource, bundle_of
+from stagepack_loaders.update_sources import WeightSource, update_source
 from stagepack_loaders.versions import StageVersion, UpdateSource, check_weight_version
 
 
@@ -218,9 +219,9 @@ class CallablePipeline(ABC):
         """
         check_weight_version(version)
         report = UpdateReport()
-        bundle, base = bundle_of(self.bundle, source, require_signature or self.trusted_signers)
-        update = UpdateSource(bundle=bundle, name=version, base=base, keeps_previous=keep_previous)
-        with named_errors(bundle.location):
+        found = update_source(self.bundle, source, require_signature or self.trusted_signers)
+        update = replace(found, name=version or found.name, keeps_previous=keep_previous)
+        with named_errors(found.bundle.location):
             self.executor.update(update, report)
         return report
 

@@ -9,17 +9,16 @@ from stagepack.errors import OptionError, UpdateError
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, open_delta, opened, opened_listed, with_deltas
 from stagepack.remote.url import split_entry_point
+from stagepack_loaders.versions import UpdateSource
 
 # A bundle, a delta, or several deltas in their order.
 WeightSource: TypeAlias = "BundleSource | DeltaSource | Sequence[DeltaSource]"
 
 
-def bundle_of(
-    running: Bundle, source: WeightSource, require_signature: TrustedSigners | None
-) -> tuple[Bundle, str | None]:
-    """Return the bundle that a source makes of the one that runs, and the digest of this one if it is made of it."""
+def update_source(running: Bundle, source: WeightSource, require_signature: TrustedSigners | None) -> UpdateSource:
+    """Return what makes a new version of the bundle that runs."""
     if (deltas := _find_deltas(source)) is None:
-        return opened(source, require_signature), None  # type: ignore[arg-type] # no deltas
+        return UpdateSource(bundle=opened(source, require_signature))  # type: ignore[arg-type] # no deltas
     if not deltas:
         raise OptionError("expected a bundle, a delta or several, found an empty list")
     if not running.compares_digests:
@@ -34,16 +33,26 @@ def bundle_of(
                 "between them, in order, or the whole bundle"
             )
         expected = delta.result
-    return _with_more_deltas(running.stored, deltas, require_signature), running.digest
+    bundle = _with_more_deltas(running.stored, deltas, require_signature)
+    return UpdateSource(bundle=bundle, name=deltas[-1].version or None, base=running.digest)
 
 
 def _with_more_deltas(stored: Bundle, deltas: Sequence[Delta], require_signature: TrustedSigners | None) -> Bundle:
     """Return the bundle that deltas make of a bundle that may be made by others already."""
     from stagepack.deltas.patches import ComposedFiles  # noqa: PLC0415 - zstandard, which updates by bundles do not need
 
+    base, chain = stored, list[Delta]()
     if isinstance(stored.patches, ComposedFiles):
-        return with_deltas(stored.patches.base, [*stored.patches.deltas, *deltas], require_signature)
-    return with_deltas(stored, deltas, require_signature)
+        base, chain = stored.patches.base, list(stored.patches.deltas)
+    digests = [base.digest, *(delta.result for delta in chain)]
+    for delta in deltas:
+        if delta.result in digests:  # back to an earlier version of the chain
+            position = digests.index(delta.result)
+            del chain[position:], digests[position + 1 :]
+        else:
+            chain.append(delta)
+            digests.append(delta.result)
+    return with_deltas(base, chain, require_signature)
 
 
 def _find_deltas(source: WeightSource) -> list[Delta] | None:

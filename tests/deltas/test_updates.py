@@ -138,6 +138,21 @@ def test_what_is_not_the_result_is_refused(versions: Versions, tmp_path: Path) -
         stagepack.load(versions.a, verify="off").update(versions.a_to_b)
 
 
+def test_deltas_lead_back_to_earlier_versions(versions: Versions, tmp_path: Path) -> None:
+    pipeline = stagepack.load(versions.a)
+    for name, old, new in [("c-to-b", versions.c, versions.b), ("b-to-a", versions.b, versions.a)]:
+        stagepack.delta(old, new, out=tmp_path / name, version=name)
+    for _ in range(2):
+        pipeline.update([versions.a_to_b, versions.b_to_c])
+        pipeline.update(tmp_path / "c-to-b")
+        assert torch.equal(pipeline(X), answer(versions.b))
+        assert pipeline.version == "c-to-b"
+        pipeline.update(versions.b_to_c)
+        pipeline.update([tmp_path / "c-to-b", tmp_path / "b-to-a"])
+        assert torch.equal(pipeline(X), answer(versions.a))
+        assert pipeline.bundle.patches is None
+
+
 def test_the_bundle_that_runs_begins_a_new_chain(versions: Versions, tmp_path: Path) -> None:
     pipeline = stagepack.load(versions.a)
     pipeline.update(versions.a_to_b)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,6 +139,17 @@ def test_deltas_are_taken_as_they_appear_in_the_order_of_their_bases(steps: Step
         shutil.copytree(made / "step-4", steps.updates / "0-last")
         held.rename(late)
         wait_until(lambda: ask(server) == (4.0, "step 4"))
+
+
+def test_a_step_that_was_taken_is_not_taken_again_after_a_rollback(steps: Steps) -> None:
+    shutil.rmtree(steps.updates / "step-3")
+    options = ("--watch-deltas", str(steps.updates), "--model-control", "explicit")
+    with local_server([f"scale={steps.bundle}"], *options) as server:
+        wait_until(lambda: ask(server) == (2.0, "step 2"))
+        shutil.copytree(steps.bundle, steps.updates / "first")
+        assert update(server, source="first", weight_version="first")[0] == 200
+        time.sleep(1.5)
+        assert ask(server) == (1.0, "first")
 
 
 def test_no_request_fails_while_weights_are_updated(server: LocalServer) -> None:

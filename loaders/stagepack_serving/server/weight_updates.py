@@ -89,7 +89,7 @@ class WeightUpdates:
     control: UpdatedModels
     folder: Path | None = None
     watches: bool = False
-    _refused: dict[Path, object] = field(default_factory=dict)
+    _seen: dict[tuple[str, Path], object] = field(default_factory=dict)
 
     async def update(self, model_name: str, parameters: UpdateParameters) -> dict[str, Any]:
         """Update a model as a client asks; return the fields of the answer."""
@@ -132,7 +132,8 @@ class WeightUpdates:
                 _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
                 if isinstance(error, RequestError) and error.status is RequestStatus.STAGE_LOST:
                     return  # its processes are started again
-                self._refused[path] = state
+            # Once: a client may have gone back to the version before.
+            self._seen[model.name, path] = state
 
     async def _update(
         self, model_name: str, path: Path | None, version: str | None, *, keep_previous: bool
@@ -187,7 +188,7 @@ class WeightUpdates:
         for name in names:
             path = folder / name
             is_next = bool(_NAME.fullmatch(name)) and _read_step(path).base == digest
-            if is_next and self._refused.get(path) != folder_state(str(path)):
+            if is_next and self._seen.get((model.name, path)) != folder_state(str(path)):
                 return path
         return None
 
