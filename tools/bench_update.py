@@ -2,8 +2,8 @@
 
 Of two versions of one model, some elements differ: of all weights, at random, so that nearly every page changes; or of some layers alone. A
 full load maps the new weight files: with a record of verified files it does not hash them; the first load on a machine does. Both sides
-end with their first answer. Requests come from threads, one after the other in each, while the pipeline takes one version and the other
-in turns; the pause is the longest time between two answers.
+end with their first answer. Requests come from threads, one after the other in each; the pause is the longest time between two answers of
+one thread, from the begin of the update on.
 """
 
 import itertools
