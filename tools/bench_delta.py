@@ -98,7 +98,7 @@ def stepped(step: Step, shapes: list[tuple[int, ...]], index: int) -> Array:
 def replaced(index: int, values: Array) -> Array:
     """1 % of the elements at random."""
     random = numpy.random.default_rng(10**6 + index)
-    chosen: Array = random.random(values.shape, dtype=numpy.float32) < 0.01
+    chosen = numpy.asarray(random.random(values.shape, dtype=numpy.float32)) < 0.01
     values[chosen] = random.standard_normal(int(chosen.sum()), dtype=numpy.float32) * numpy.float32(0.02)
     return values
 
@@ -106,7 +106,7 @@ def replaced(index: int, values: Array) -> Array:
 def optimizer_step(index: int, values: Array) -> Array:
     """A step of Adam at a learning rate of 1e-6, whose normalized moments are drawn."""
     random = numpy.random.default_rng(2 * 10**6 + index)
-    moments: Array = random.uniform(-1.1, 1.1, values.shape)
+    moments = numpy.asarray(random.uniform(-1.1, 1.1, values.shape))
     return values + numpy.float32(1e-6) * moments.astype(numpy.float32)
 
 
