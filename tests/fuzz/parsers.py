@@ -23,6 +23,8 @@ PARSER_MODULES: Final[Mapping[str, str]] = {
     "graph": "file_parsers",
     "weights": "file_parsers",
     "onnx": "file_parsers",
+    "delta": "delta_parsers",
+    "part": "delta_parsers",
     "rest": "request_parsers",
     "grpc": "request_parsers",
 }
