@@ -265,6 +265,10 @@ def verify_bundle(
 
 
 def _verify_signature(bundle: ListedFiles, require_signature: TrustedSigners) -> "VerifiedSignature":
+    if bundle.patches is not None:
+        raise OptionError(
+            f"{bundle.location}: require_signature: give the base and its deltas in one call, which verifies each of them: deltas=[...]"
+        )
     with explain_missing_packages("sign"):
         from stagepack.signing.verification import verify_signature  # noqa: PLC0415 - model_signing is optional
 

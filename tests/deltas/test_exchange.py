@@ -118,6 +118,8 @@ def test_signatures(versions: Versions, tmp_path: Path) -> None:
     stagepack.load(base, deltas=[delta], require_signature=signer.public_key)
     with pytest.raises(SignatureError):
         stagepack.load(base, deltas=[delta], require_signature=stranger.public_key)
+    with pytest.raises(OptionError, match="give the base and its deltas in one call"):
+        stagepack.load(stagepack.open(base, deltas=[delta]), require_signature=signer.public_key)
     (delta / "result.json").write_bytes((delta / "result.json").read_bytes() + b" ")
     with pytest.raises(DigestError):
         stagepack.load(base, deltas=[delta], require_signature=signer.public_key)

@@ -241,6 +241,8 @@ def write_repository(
     """
     if not _MODEL_NAME.fullmatch(options.model_name):
         raise InputError(f"expected a name of letters, digits, '_', '-' and '.', found {options.model_name!r}")
+    if bundle.patches is not None:
+        raise InputError(f"{bundle.location}: is composed of deltas: write it first (stagepack apply)")
     root = Path(out)
     if bundle.path.resolve() in (root.resolve(), *root.resolve().parents):
         raise InputError(f"{root}: a bundle cannot contain a model repository: choose another folder")
