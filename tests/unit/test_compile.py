@@ -149,7 +149,7 @@ def test_code_of_something_else_is_refused(stack: tuple[Stack, Bundle], compiled
 def test_code_of_the_stages_is_not_that_of_joined_ones(stack: tuple[Stack, Bundle], compiled: Path) -> None:
     with pytest.raises(
         CompiledError,
-        match=r"consecutive stages are joined here: give each stage a device .* \(compile=True, --compile\)",
+        match=r"stages are joined here: name one device for all, .*--compile",
     ):
         stagepack.load(stack[1], devices=["cpu"], stages_per_device=[2], compiled=compiled)
 

@@ -186,16 +186,11 @@ class CompiledFolder:
             raise CompiledError(
                 f"{self._path / LIST_NAME}: expected the file that stagepack compile wrote, found another one: compile the bundle again"
             ) from None
-        if digest == bundle.stored.identity != bundle.identity:
-            raise CompiledError(
-                f"{self._path} has the native code of each stage of the bundle, and consecutive stages are joined here: give each stage a "
-                "device or process of its own, name one device for all (devices=['cpu'], --device cpu), or compile these programs at the "
-                "first call (compile=True, --compile)"
-            )
         if digest != bundle.identity:
-            raise CompiledError(
-                f"{self._path} was compiled from the bundle {digest}, and this bundle is {bundle.identity}: compile this one"
-            )
+            message = f"was compiled from the bundle {digest}, and this bundle is {bundle.identity}: compile this one"
+            if digest == bundle.stored.identity:
+                message = "has code of each stage, and stages are joined here: name one device for all, or pass compile=True (--compile)"
+            raise CompiledError(f"{self._path} {message}")
         self._units = {location: unit for unit in units for location in unit.locations}
         self._packages: dict[tuple[str, torch.device], Any] = {}
 
