@@ -120,7 +120,7 @@ def _in_running_order(
     """Nodes in the order of the whole model, with a node that reads a size behind the one that defines its tensor.
 
     Where a node uses a size before its tensor is there, because a stage runs the node later than the whole model does: in the order of
-    the stages.
+    the stages, with each size as the first of them reads or computes it.
     """
 
     def place_in_model(node: _PlacedNode) -> tuple[int, bool]:
@@ -132,26 +132,29 @@ def _in_running_order(
     def place_in_stages(node: _PlacedNode) -> tuple[int, int]:
         return node.stage_number, node.position
 
-    for place_of in (place_in_model, place_in_stages):
-        ordered = sorted(_without_repeated_sizes(sorted(placed, key=place_of), {*positions, *received}), key=place_of)
-        if _defines_before_use(ordered):
-            break
-    if place_of is place_in_stages and any(node.is_copied and node.graph.ops[node.node.op].mutates for node in placed):
-        raise CutError(
-            "stages that write memory which they compute again cannot be joined: cut the bundle again with stagepack.recut"
-        )
-    return ordered
+    in_model = list(_without_repeated_sizes(sorted(placed, key=place_in_model), {*positions, *received}))
+    if _defines_before_use(in_model):
+        return in_model
+    in_stages = list(_without_repeated_sizes(sorted(placed, key=place_in_stages), received))
+    if any(node.is_copied and node.graph.ops[node.node.op].mutates for node in placed):
+        reason = "write memory which they compute again"
+    elif not _defines_before_use(in_stages):
+        reason = "compute values again before their sizes are known"
+    else:
+        return in_stages
+    raise CutError(f"stages that {reason} cannot be joined: cut the bundle again with stagepack.recut")
 
 
 def _without_repeated_sizes(placed: Iterable[_PlacedNode], known_names: AbstractSet[str]) -> Iterator[_PlacedNode]:
-    """Yield nodes without the added ones that read a size which is known, or which an earlier one reads."""
-    read_names: set[str] = set()
+    """Yield nodes without those that read a size which is known or defined before, or that compute one which was read before."""
+    defined_names, read_names = set(known_names), set[str]()
     for node in placed:
+        names = set(output_names(node.node))
+        if names and names <= (defined_names if node.position < 0 else read_names):
+            continue
         if node.position < 0:
-            [size_name] = output_names(node.node)
-            if size_name in known_names or size_name in read_names:
-                continue
-            read_names.add(size_name)
+            read_names |= names
+        defined_names |= names
         yield node
 
 

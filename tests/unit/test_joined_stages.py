@@ -16,13 +16,17 @@ from stagepack.cli import main
 from stagepack.errors import CutError, DeviceError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.graph.region_functions import RegionCallSite, folded_functions, region_functions
+from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack.partition.profile import NodeTime, Profile, model_digest, read_profile, write_profile
+from stagepack.roads.capture_writer import export_capture
 from stagepack.roads.recut import whole_graph
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.stage import TorchStage
 from tests.distributed.forked_processes import forked_launches
 from tests.serve.local_server import refusal
+from tests.zoo import case as zoo_case
+from tests.zoo.cases import named
 
 WIDTH = 16
 
@@ -324,3 +328,14 @@ def test_a_server_places_each_entry_point_as_asked(tmp_path: Path) -> None:
     path = tmp_path / "m.stagepack"
     stagepack.export(Halves(), entry_points={"encode": inputs, "decode": inputs}, out=path, stages=2)
     assert "m.stagepack#encode: memory: no placement fits" in refusal(path, "--memory", "1kB")
+
+
+def test_stages_that_both_read_a_size_are_joined_where_the_later_one_computes_it(tmp_path: Path) -> None:
+    """The last stage reads the length after this call off a cache that the one before has made longer."""
+    [case] = named("containers-cache-of-any-length")
+    capture = case.capture()
+    wanted = zoo_case.captured_answers(capture, [capture.inputs])
+    stored = export_capture(capture, out=tmp_path / "caches.stagepack", cut_options=CutOptions(stages=5))
+    for counts in ([3, 2], [1, 3, 1], [5]):
+        pipeline = stagepack.load(join_bundle(stored, counts), types=case.classes())
+        zoo_case.assert_equal(zoo_case.answers(pipeline, [capture.inputs]), wanted)
