@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 import stagepack
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.local_pipeline import Pipeline
 from tests.adapters.lora import write_lora
 from tools.benchmark_models import llama
 from tools.benchmark_results import ResultTable, benchmark_parser, benchmark_results
