@@ -1,6 +1,6 @@
 """A stage that runs with adapters: its own module, or one that applies the change of an adapter, or of each row its own.
 
-The weights of the bundle are in memory once. Each module is built when a call needs it first.
+The weights of the bundle are in memory once. A module for several adapters is built by the first call that needs it.
 """
 
 import copy
