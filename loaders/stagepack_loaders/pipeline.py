@@ -210,7 +210,8 @@ class CallablePipeline(ABC):
 
         Raises:
             UpdateError: the graphs or the contract are others, or a delta is on another bundle; or weights of a stage were replaced or
-                trained, or pass through `device_memory`. The version that runs goes on, as with any other error.
+                trained, or pass through `device_memory`; or the pipeline has adapters, which are for the weights that run. The version
+                that runs goes on, as with any other error.
             StagepackError: the bundle cannot be read or verified; see `stagepack.load`.
 
         Examples:

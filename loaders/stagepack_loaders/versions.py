@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import OptionError, UpdateError
 from stagepack.format.manifest import EntryPoint, Stage
 from stagepack.format.reader import Bundle
@@ -81,6 +82,11 @@ def check_weight_version(name: str | None) -> None:
 def same_model(running: Bundle, source: UpdateSource) -> Bundle:
     """Return a bundle in the stages that run; refuse one with other graphs, or that takes and returns other values."""
     bundle = source.bundle
+    if isinstance(running, AdaptedBundle):
+        raise UpdateError(
+            f"{running.location}: expected a pipeline without adapters: they were made for the weights that run: load the new bundle with "
+            "adapters that were made for it (stagepack adapter)"
+        )
     if source.base not in (None, running.digest):
         raise UpdateError(
             f"{bundle.location}: expected a delta on the bundle that runs, {running.digest}, found one on {source.base}: give the deltas "

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
-from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError
+from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError, UpdateError
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
 from tests.hostile.attack import run
@@ -240,3 +240,18 @@ def test_the_command_runs_inputs_with_the_adapter_that_it_is_given(tmp_path: Pat
     assert run("load", str(bundle.path), "--adapter", str(tmp_path / "a")).exit_code == 0  # the example has none
     refused = run("load", *words, "--adapter", f"b={tmp_path / 'a'}")
     assert "--inputs runs with one adapter" in refused.output
+
+
+def test_weights_under_adapters_are_not_updated(tmp_path: Path) -> None:
+    """Adapters are made for the weights of one bundle."""
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=2)
+    lora = write_lora(model, tmp_path / "lora", LLAMA)
+    pipeline = stagepack.load(bundle, adapters={"x": stagepack.write_adapter(bundle, lora, out=tmp_path / "a").path})
+    before = logits(pipeline, adapter="x")
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    (tmp_path / "new").mkdir()
+    with pytest.raises(UpdateError, match="expected a pipeline without adapters"):
+        pipeline.update(export_model(model, tmp_path / "new", stages=2))
+    assert torch.equal(logits(pipeline, adapter="x"), before)
