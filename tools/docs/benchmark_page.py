@@ -18,6 +18,7 @@ SECTION_TITLES = {
     "export": "Exporting",
     "load": "Loading weights on the CPU",
     "gpu_load": "Loading weights on a GPU",
+    "update": "Updates of a running pipeline",
     "gpu": "Stages on one GPU",
     "compile": "Compiling",
     "onnx": "ONNX Runtime: cut against whole",
