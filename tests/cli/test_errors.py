@@ -18,7 +18,7 @@ from tests.hostile.attack import command_fails
 COMMANDS = main.list_commands(click.Context(main))
 # Before it reads a bundle.
 TAKES_PORTS = pytest.mark.process
-OUT = {"compile": "-o", "export": "-o", "profile": "-o", "recut": "-o", "report": "-o", "triton": "-o"}
+OUT = ("apply", "compile", "delta", "export", "profile", "recut", "report", "triton")
 
 
 @pytest.fixture
@@ -53,7 +53,8 @@ def folder(user: Path) -> Path:
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []
     more += {"recut": ["--stages", "2"]}.get(command, [])
-    more += {"push": ["hf://org/name"], "diff": [path], "sign": ["--key", "nowhere"]}.get(command, [])
+    more += {"push": ["hf://org/name"], "sign": ["--key", "nowhere"]}.get(command, [])
+    more += [path] * (command in ("apply", "delta", "diff"))
     line = command_fails(command, path, *more)
     expected = "not a stagepack bundle: expected a folder with a file manifest.json"
     assert line == f"stagepack: {path}: {expected}, found {found} [M1]\n"
@@ -194,7 +195,7 @@ def test_unexpected_errors_are_one_line_too(error: Exception, says: str, monkeyp
     def raise_error(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("stagepack.cli.shared_flags.open_bundle", raise_error)
+    monkeypatch.setattr("stagepack.cli.shared_flags.opened_listed", raise_error)
     result = CliRunner().invoke(main, ["inspect", "x"])
     assert result.exit_code == 1
     assert result.stderr.startswith(says)

@@ -12,6 +12,7 @@ import msgpack
 import msgspec
 import pytest
 
+from stagepack.adapter import document as adapter_document
 from stagepack.deltas import document
 from stagepack.format import dtypes, folded_graph, graph, limits, manifest, plan, shapes, tree
 from stagepack.format.operators import DENIED, HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, listed_verdicts
@@ -21,7 +22,7 @@ ROOT = SCHEMA.parent
 SPEC = (SCHEMA / "SPEC.md").read_text()
 TYPES = {
     name: kind
-    for module in (manifest, plan, tree, shapes, graph, folded_graph, document)
+    for module in (manifest, plan, tree, shapes, graph, folded_graph, document, adapter_document)
     for name, kind in vars(module).items()
     if isinstance(kind, type)
     and issubclass(kind, msgspec.Struct)

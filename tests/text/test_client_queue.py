@@ -123,7 +123,7 @@ class GatedDecoder:
         finally:
             self.sequence_count -= 1
 
-    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any) -> Any:
+    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any, adapter: Any = None) -> Any:
         self.prompts.append(int(inputs["input_ids"][0, 0]))
         try:
             await self.may_answer.acquire()

@@ -158,7 +158,7 @@ class SteadyDecoder:
     async def reserve_sequence(self, weights: object) -> AsyncIterator[None]:
         yield
 
-    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any) -> Any:
+    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any, adapter: Any = None) -> Any:
         await asyncio.sleep(STEP_SECONDS)
         return finish({"logits": numpy.zeros((len(inputs["input_ids"]), 2), numpy.float32)})
 

@@ -321,7 +321,7 @@ class TorchStage(Container):
             for weight, mark in zip(self.weights(), self._parts.marks, strict=True)
         ]
 
-    def _mark_again(self, changed: Sequence[bool]) -> None:
+    def mark_again(self, changed: Sequence[bool]) -> None:
         """Mark the weights that were not changed as they are now; others stay changed ones."""
         self._parts.marks = [
             mark if mark is None or is_changed else _Mark.of(weight)
@@ -343,7 +343,7 @@ class TorchStage(Container):
             slot.put(move_tensor(slot.get()))
         self._parts.state.move(device)
         self._parts.code, self._parts.device = code, device
-        self._mark_again(changed)
+        self.mark_again(changed)
 
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading.
@@ -366,7 +366,7 @@ class TorchStage(Container):
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        duplicate._mark_again(self._changed_weights())  # noqa: SLF001 - of the same class
+        duplicate.mark_again(self._changed_weights())
         return duplicate
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
