@@ -133,13 +133,15 @@ def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, model
 
 
 def _check_adapters(models: "ModelRegistry", options: ServeOptions) -> None:
-    """Refuse adapters that were made for none of the bundles."""
+    """Refuse adapters that were made for none of the bundles, and those whose name is that of a model."""
     served = {adapter for model in models for adapter in model.adapters.names}
     unused = [name for name in adapter_folders(options.adapters) if name not in served]
     if unused and options.repository is None:
         fail(
             f"--adapter {unused[0]}: was made for none of the bundles: make it for the one that it belongs to (stagepack adapter)"
         )
+    if named_twice := sorted(served.intersection(model.name for model in models)):
+        fail(f"--adapter {named_twice[0]}: a model has this name, and clients name both in one field: pass NAME=FOLDER")
 
 
 def _set_up_process(options: ServeOptions) -> None:

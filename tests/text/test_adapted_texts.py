@@ -144,6 +144,8 @@ def test_a_server_refuses_adapters_that_it_cannot_run(folder: Path, tmp_path: Pa
     other = stagepack.recut(folder / "llama.stagepack", out=tmp_path / "recut.stagepack", stages=1)
     line = refusal(other.path, "--adapter", folder / "first")
     assert "--adapter first: was made for none of the bundles" in line
+    line = refusal(f"first={folder / 'llama.stagepack'}", "--adapter", folder / "first")
+    assert "--adapter first: a model has this name" in line
 
 
 def test_a_request_of_the_protocol_names_its_adapter(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ class ServedModel:
         inputs = {tensor.name: tensor.array for tensor in request.inputs}
         try:
             edge_shapes, sizes = self._check_request(request)
-            adapter = request.parameters.get(ADAPTER_PARAMETER) if self.adapters.names else None
+            adapter = self._adapter_of(request)
             self.adapters.add(inputs, sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
@@ -320,6 +320,13 @@ class ServedModel:
             batch_key = (*batch_key, (str(adapter), ()))
         batch_size = next(iter(edge_shapes.values()))[0]
         return QueuedCall(inputs=inputs, sizes=sizes, batch_key=batch_key, batch_size=batch_size)
+
+    def _adapter_of(self, request: InferenceRequest) -> Any:
+        """The adapter that a request names; a model without adapters takes none."""
+        adapter = request.parameters.get(ADAPTER_PARAMETER)
+        if adapter is not None and not self.adapters.names:
+            raise InputError(f"{ADAPTER_PARAMETER}: expected none, the model has no adapters, found {adapter!r:.100}")
+        return adapter
 
     def _check_request(self, request: InferenceRequest) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
         """Check a request against the interface; return the shapes of the model's values by input name, and the sizes of the symbols."""
