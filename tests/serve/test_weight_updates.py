@@ -112,6 +112,9 @@ def test_what_the_operator_does_not_permit_is_refused(server: LocalServer, steps
         assert (status, "no version" in answer["error"]) == (404, True), (source, answer)
     status, answer = update(server, source="step-4")
     assert (status, "expected a delta on the bundle that runs" in answer["error"]) == (400, True)
+    body = {"inputs": [{"name": "x", "shape": [2, 3], "datatype": "FP32", "data": [1.0] * 6}]}
+    status, answer, _ = post(server.http, "/v2/models/scale/infer", json.dumps(body | {"parameters": {"adapter": "a"}}))
+    assert (status, "the model has no adapters, found 'a'" in answer["error"]) == (400, True)
     for parameters in ({}, {"source": "step-2", "rollback": True}, {"source": 3}, {"path": "step-2"}):
         assert update(server, **parameters)[0] == 400
     assert update(server, source="step-2", weight_version="a\nb")[0] == 400
@@ -134,6 +137,8 @@ def test_deltas_are_taken_as_they_appear_in_the_order_of_their_bases(steps: Step
     held = late.rename(steps.updates.parent / "held")
     (steps.updates / "a-damaged").mkdir()
     shutil.copy(made / "step-2" / "manifest.json", steps.updates / "a-damaged")
+    (steps.updates / "a-pipe").mkdir()
+    os.mkfifo(steps.updates / "a-pipe" / "manifest.json")
     with local_server([f"scale={steps.bundle}"], "--watch-deltas", str(steps.updates)) as server:
         wait_until(lambda: ask(server) == (2.0, "step 2"))
         shutil.copytree(made / "step-4", steps.updates / "0-last")
@@ -145,6 +150,20 @@ def test_a_step_that_was_taken_is_not_taken_again_after_a_rollback(steps: Steps)
     shutil.rmtree(steps.updates / "step-3")
     options = ("--watch-deltas", str(steps.updates), "--model-control", "explicit")
     with local_server([f"scale={steps.bundle}"], *options) as server:
+        wait_until(lambda: ask(server) == (2.0, "step 2"))
+        shutil.copytree(steps.bundle, steps.updates / "first")
+        assert update(server, source="first", weight_version="first")[0] == 200
+        time.sleep(1.5)
+        assert ask(server) == (1.0, "first")
+
+
+def test_a_step_that_a_client_has_taken_back_is_not_taken_by_the_watch(steps: Steps) -> None:
+    steps.updates.rename(held := steps.updates.parent / "held")
+    steps.updates.mkdir()
+    options = ("--watch-deltas", str(steps.updates), "--model-control", "explicit")
+    with local_server([f"scale={steps.bundle}"], *options) as server:
+        (held / "step-2").rename(steps.updates / "step-2")
+        assert update(server, source="step-2", keep_previous=True)[0] in (200, 400)  # the watch may be first
         wait_until(lambda: ask(server) == (2.0, "step 2"))
         shutil.copytree(steps.bundle, steps.updates / "first")
         assert update(server, source="first", weight_version="first")[0] == 200

@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from stagepack.errors import OptionError, StageLostError, StagepackError
+from stagepack.format import limits
+from stagepack.format.file_checks import open_regular_file
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.versions import check_weight_version
@@ -132,8 +134,7 @@ class WeightUpdates:
                 _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
                 if isinstance(error, RequestError) and error.status is RequestStatus.STAGE_LOST:
                     return  # its processes are started again
-            # Once: a client may have gone back to the version before.
-            self._seen[model.name, path] = state
+                self._seen[model.name, path] = state
 
     async def _update(
         self, model_name: str, path: Path | None, version: str | None, *, keep_previous: bool
@@ -145,12 +146,17 @@ class WeightUpdates:
                 raise BadRequestError(
                     f"{model_name}: not updated: the entry points of its bundle are served as {', '.join(others)} too, and share weights"
                 )
+            state = None if path is None else folder_state(str(path))
             try:
                 report = await run_in_thread(partial(_update, model, path, version, keep_previous=keep_previous))
             except StageLostError as error:
                 raise RequestError(RequestStatus.STAGE_LOST, f"{model_name}: not updated: {error}") from error
             except StagepackError as error:
                 raise BadRequestError(f"{model_name}: not updated: {error}") from error
+            if (
+                path is not None
+            ):  # The watch takes it once, whoever has asked for it: a client may go back to the version before.
+                self._seen[model_name, path] = state
             for part in model.parts.values():
                 part.follow_weights()
         seconds = {part: round(part_seconds, 3) for part, part_seconds in report.seconds.items()}
@@ -206,6 +212,7 @@ def _update(model: ServedModel, path: Path | None, version: str | None, *, keep_
 def _read_step(path: Path) -> _Step:
     """The place of a delta in a chain; of anything else, none."""
     try:
-        return msgspec.json.decode((path / MANIFEST_NAME).read_bytes(), type=_Step)
+        with open_regular_file(path / MANIFEST_NAME) as file:
+            return msgspec.json.decode(file.read(limits.MANIFEST_BYTES), type=_Step)
     except (OSError, ValueError):
         return _Step()
