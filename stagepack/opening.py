@@ -127,6 +127,8 @@ def with_deltas(
     """Return the bundle that deltas make of another one; each of them must have the signature that is required."""
     if isinstance(deltas, str | os.PathLike | Delta):
         raise OptionError(f"deltas: expected a sequence of deltas, found {deltas!r}: write [{deltas!r}]")
+    if not isinstance(deltas, Sequence):
+        raise OptionError(f"deltas: expected a sequence of deltas, found {deltas!r}")
     opened_deltas = [open_delta(delta) for delta in deltas]
     if not opened_deltas:
         return bundle

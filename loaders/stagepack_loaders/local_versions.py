@@ -1,12 +1,13 @@
 """The versions of stages in this process: the newest, and those before that calls and sequences still run on."""
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
 from stagepack.errors import UpdateError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import LoadedStage, Loading, Runtime
+from stagepack_loaders.base import LoadedStage, Loading
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.stages import stage_driver
@@ -54,16 +55,17 @@ class LocalVersions:
             raise UpdateError(f"{running.bundle.location}: {self.refusal}")
         bundle = same_model(running.bundle, source)
         name = source.name or version_name(bundle)
-        if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
-            return self.kept
-        bundle = open_for_loading(bundle, self.loading.options.verify)
-        stages_of: dict[Runtime, dict[int, LoadedStage]] = {}
-        for number, driver in running.stages.items():
-            stages_of.setdefault(driver.runtime, {})[number] = driver.loaded
-        # As `prepare` does: stages of other runtimes may get other strides.
-        loading = replace(self.loading, dense_inputs=not all(runtime.keeps_strides for runtime in stages_of))
+        stages_of = running.stages_of_runtimes()
         for runtime, stages in stages_of.items():
             runtime.check_update(stages)
+        if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
+            with contextlib.suppress(UpdateError):  # its weights were written since: it is loaded again
+                for runtime, stages in self.kept.stages_of_runtimes().items():
+                    runtime.check_update(stages)
+                return self.kept
+        bundle = open_for_loading(bundle, self.loading.options.verify)
+        # As `prepare` does: stages of other runtimes may get other strides.
+        loading = replace(self.loading, dense_inputs=not all(runtime.keeps_strides for runtime in stages_of))
         changes, loaded = WeightChanges(running.bundle, bundle), dict[int, LoadedStage]()
         for runtime, stages in stages_of.items():
             loaded.update(runtime.stage_version(bundle, stages, changes, loading, report))

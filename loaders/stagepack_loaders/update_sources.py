@@ -62,4 +62,9 @@ def _find_deltas(source: WeightSource) -> list[Delta] | None:
     if isinstance(source, str | os.PathLike):
         listed = opened_listed(split_entry_point(source)[0])
         return [listed] if isinstance(listed, Delta) else None
+    if not isinstance(source, Delta | Sequence):
+        found = type(source).__name__
+        raise OptionError(
+            f"expected a bundle, a delta or several, found {found}: stagepack.delta makes a delta of tensors"
+        )
     return [source] if isinstance(source, Delta) else [open_delta(delta) for delta in source]

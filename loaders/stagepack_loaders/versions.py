@@ -11,6 +11,7 @@ from stagepack.errors import OptionError, UpdateError
 from stagepack.format.manifest import EntryPoint, Stage
 from stagepack.format.reader import Bundle
 from stagepack.partition.joined_bundle import join_bundle
+from stagepack_loaders.base import LoadedStage, Runtime
 from stagepack_loaders.stages import StageDriver
 
 # The longest name of a version, in characters.
@@ -34,6 +35,13 @@ class StageVersion:
     stages: Mapping[int, StageDriver] = field(default_factory=dict)
     number: int = 0
     group: int = 0
+
+    def stages_of_runtimes(self) -> dict[Runtime, dict[int, LoadedStage]]:
+        """Return the loaded stages by runtime and number."""
+        stages: dict[Runtime, dict[int, LoadedStage]] = {}
+        for number, driver in self.stages.items():
+            stages.setdefault(driver.runtime, {})[number] = driver.loaded
+        return stages
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

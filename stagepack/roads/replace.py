@@ -19,7 +19,7 @@ from stagepack.capture.module_checkpoint import name_problems, shown, tensors_by
 from stagepack.capture.source import FORWARD
 from stagepack.capture.transformers.model_folders import SETTINGS_FILE, is_model_folder, read_adapter
 from stagepack.capture.transformers.pretrained_model import load_pretrained, model_files
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, OptionError
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MODEL_CONFIG_NAME
@@ -137,6 +137,11 @@ def find_replacements(
     needed_names: Collection[str] | None = None,
 ) -> Replacements:
     """Find the new tensor of each weight of a bundle, in memory or in a checkpoint; no data is read. See `replace_weights`."""
+    if not isinstance(source, Mapping | str | os.PathLike):
+        found = type(source).__name__
+        raise OptionError(
+            f"expected tensors by name, such as model.state_dict(), or the path of a checkpoint, found {found}"
+        )
     source_name = "the given tensors" if isinstance(source, Mapping) else os.fspath(source)
     weights = _weights_by_name(bundle)
     new_weights = _open_source(source, weights)

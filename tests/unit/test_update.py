@@ -286,6 +286,32 @@ def test_weights_that_the_user_has_changed_are_not_lost(
         assert torch.equal(changed(x), expected)
 
 
+@pytest.mark.parametrize("source", [None, 5, {"0.weight": torch.zeros(1)}])
+def test_sources_of_other_types_are_refused(bundles: list[Bundle], source: Any) -> None:
+    pipeline = stagepack.load(bundles[0])
+    with pytest.raises(OptionError, match="expected a bundle, a delta or several, found"):
+        pipeline.update(source)
+    with pytest.raises(OptionError, match="deltas: expected a sequence"):
+        stagepack.load(bundles[0], deltas=source)
+
+
+def test_going_back_finds_weights_that_the_user_has_written_since(bundles: list[Bundle]) -> None:
+    expected = answer(bundles[0], "torch")
+    pipeline = stagepack.load(bundles[0])
+    old_weight = pipeline.state_dict()["1.weight"]  # the last two versions have other ones
+    shared_weight = pipeline.state_dict()["0.weight"]
+    pipeline.update(bundles[2], keep_previous=True)
+    with torch.no_grad():
+        old_weight.add_(1)
+    pipeline.rollback(keep_previous=True)
+    assert pipeline.version == bundles[0].digest
+    assert torch.equal(pipeline(torch.ones(2, SIZE)), expected)
+    with torch.no_grad():
+        shared_weight.add_(1)
+    with pytest.raises(UpdateError, match="stage 0 cannot take other weights"):
+        pipeline.rollback()
+
+
 def test_copies_and_moved_pipelines_are_updated(bundles: list[Bundle]) -> None:
     pipeline, x = stagepack.load(bundles[0]), torch.ones(2, SIZE)
     for other in (copy.deepcopy(pipeline), pipeline.to("meta").to("meta")):
