@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import stagepack
 from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError, UpdateError
+from stagepack_loaders.batching import BatchLimit, batch_limit
+from stagepack_serving.protocol.interface import Interface
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
 from tests.hostile.attack import run
@@ -255,3 +257,14 @@ def test_weights_under_adapters_are_not_updated(tmp_path: Path) -> None:
     with pytest.raises(UpdateError, match="expected a pipeline without adapters"):
         pipeline.update(export_model(model, tmp_path / "new", stages=2))
     assert torch.equal(logits(pipeline, adapter="x"), before)
+
+
+def test_requests_are_joined_as_without_adapters(tmp_path: Path) -> None:
+    bundle = export_model(model := make_model("bert"), tmp_path, stages=2)
+    lora = write_lora(model, tmp_path / "lora", {"bert.pooler.dense": 2})
+    adapters = {"x": stagepack.write_adapter(bundle, lora, out=tmp_path / "a").path}
+    limits = [
+        batch_limit(pipeline.bundle, Interface(pipeline.entry_point).edges, 8, pipeline)
+        for pipeline in (stagepack.load(bundle), stagepack.load(bundle, adapters=adapters))
+    ]
+    assert limits == [BatchLimit(8, "")] * 2
