@@ -42,7 +42,9 @@ def batch_limit(
     pipeline: runs the example; with None the runs are left out, and the graph alone decides.
     The result is the smaller of `requested_size` and the largest batch size of the bundle; 1 with a reason if requests must not be joined.
     """
-    dimension = batch_dimension(bundle.stored, edges)  # whose stages take no numbers of adapters, which are one for each row
+    dimension = batch_dimension(
+        bundle.stored, edges
+    )  # whose stages take no numbers of adapters, which are one for each row
     if isinstance(dimension, str):
         return BatchLimit(1, dimension)
     max_batch_size = requested_size if dimension.max is None else min(requested_size, dimension.max)

@@ -80,7 +80,7 @@ def encode_document(document: AdapterDocument) -> bytes:
     return content[: content.rindex(ZERO_DIGEST.encode())] + digest.encode() + b'"\n}\n'
 
 
-def parse_document(content: bytes, location: str) -> AdapterDocument:
+def parse_adapter(content: bytes, location: str) -> AdapterDocument:
     """Decode and check the document of an adapter."""
     if len(content) > limits.MANIFEST_BYTES:
         raise rule_error("L1", DOCUMENT_NAME, f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}")

@@ -13,7 +13,7 @@ from stagepack.adapter.document import (
     FLOATS,
     AdapterDocument,
     LowRankChange,
-    parse_document,
+    parse_adapter,
 )
 from stagepack.adapter.rewrite import Pair
 from stagepack.adapter.uses import Use
@@ -78,7 +78,7 @@ def open_adapter(path: str | os.PathLike[str]) -> OpenAdapter:
         raise NotABundleError(
             f"{folder}: not an adapter of stagepack: expected a folder with a file {DOCUMENT_NAME}: {error.strerror}{advice} [A1]"
         ) from None
-    document = parse_document(content, str(folder / DOCUMENT_NAME))
+    document = parse_adapter(content, str(folder / DOCUMENT_NAME))
     with open_plain_file(folder, document.file) as file:
         tensors = parse_header_bytes(file.read, document.file.size, document.file.name)
     _check_tensors(document, tensors)
