@@ -1,10 +1,10 @@
 """Names in the file of an adapter -> names in a bundle: alike, or with one prefix more or less before all of them."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from stagepack.errors import AdapterError
 from stagepack.format.graph import Weight
+from stagepack.format.name_prefixes import name_prefixes
 from stagepack.format.reader import Bundle
 
 _SHOWN = 5
@@ -29,10 +29,10 @@ def place_names(names: Collection[str], weights: Mapping[str, Weight], source: s
     candidates = {name: name for name in names}
     if all(name in weights for name in names):
         return candidates
-    added = [{name: prefix + name for name in names} for prefix in _prefixes(weights, set(names))]
+    added = [{name: prefix + name for name in names} for prefix in name_prefixes(weights, set(names))]
     removed = [
         {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-        for prefix in _prefixes(names, weights.keys())
+        for prefix in name_prefixes(names, weights.keys())
     ]
     placed = [
         found
@@ -51,15 +51,3 @@ def place_names(names: Collection[str], weights: Mapping[str, Weight], source: s
         f"{source}: expected the adapter of the bundle, which has no weights {', '.join(name[:120] for name in missing[:_SHOWN])}{more}: "
         "give the bundle of the model that the adapter was trained on"
     )
-
-
-def _prefixes(long_names: Iterable[str], short_names: Collection[str]) -> Counter[str]:
-    """How many long names are a short name behind a prefix that ends with a dot, by prefix."""
-    counts: Counter[str] = Counter()
-    for long_name in long_names:
-        dot = long_name.find(".")
-        while dot >= 0:
-            if long_name[dot + 1 :] in short_names:
-                counts[long_name[: dot + 1]] += 1
-            dot = long_name.find(".", dot + 1)
-    return counts

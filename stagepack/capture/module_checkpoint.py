@@ -5,7 +5,6 @@ import math
 import mmap
 import os
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from stagepack.capture.checkpoint import CheckpointTensor, DeferredTensors, read_checkpoint
 from stagepack.errors import CaptureError
+from stagepack.format.name_prefixes import name_prefixes
 from stagepack.torch_internals import FakeTensor, TorchDispatchMode, tree_leaves, tree_map_tensors
 
 Made = TypeVar("Made")
@@ -185,13 +185,13 @@ def tensors_by_weight_name(
     if not weights or _has_all(tensors, weights):
         return tensors
     weight_names = {weight_name for weight_names in weights for weight_name in weight_names}
-    for prefix in _prefixes(weight_names, tensors):
+    for prefix in name_prefixes(weight_names, tensors):
         prefixed = {prefix + tensor_name: tensor for tensor_name, tensor in tensors.items()}
         if _has_all(prefixed, weights):
             return prefixed
     if not weight_names.isdisjoint(tensors):
         return tensors
-    counts = _prefixes(tensors, weight_names)
+    counts = name_prefixes(tensors, weight_names)
     most = max(counts.values(), default=0)
     prefixes = [prefix for prefix, count in counts.items() if count == most]
     if not prefixes:
@@ -212,18 +212,6 @@ def _has_all(tensors: Mapping[str, object], weights: Iterable[Collection[str]]) 
     return all(any(weight_name in tensors for weight_name in weight_names) for weight_names in weights)
 
 
-def _prefixes(long_names: Iterable[str], short_names: Collection[str]) -> Counter[str]:
-    """How many long names are a short name behind a prefix that ends with a dot, by prefix."""
-    counts: Counter[str] = Counter()
-    for long_name in long_names:
-        dot = long_name.find(".")
-        while dot >= 0:
-            if long_name[dot + 1 :] in short_names:
-                counts[long_name[: dot + 1]] += 1
-            dot = long_name.find(".", dot + 1)
-    return counts
-
-
 def name_problems(missing: Collection[str], unknown: Collection[str], model: str) -> list[str]:
     """Return how the names in a checkpoint differ from those in a model, and the prefix with which more of them would fit."""
     problems = []
@@ -232,8 +220,8 @@ def name_problems(missing: Collection[str], unknown: Collection[str], model: str
     if unknown:
         problems.append(f"{model} lacks {shown(unknown)}")
     for change, counts in (
-        ("with {!r} before", _prefixes(missing, set(unknown))),
-        ("without {!r} before", _prefixes(unknown, set(missing))),
+        ("with {!r} before", name_prefixes(missing, set(unknown))),
+        ("without {!r} before", name_prefixes(unknown, set(missing))),
     ):
         for prefix, count in counts.most_common(1):
             problems.append(
