@@ -4,12 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy
 from msgspec.structs import replace
 
-from stagepack.adapter.opened import OpenAdapter, open_adapter
 from stagepack.errors import InputError, OptionError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.file_source import FileStream
@@ -20,6 +19,9 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import FILE_NAME_PATTERN
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.weights import StoredTensor
+
+if TYPE_CHECKING:
+    from stagepack.adapter.opened import OpenAdapter
 
 # The name of the input. Names of values are identifiers, so no bundle has it (SPEC G1).
 ROWS_NAME: Final = "adapter.rows"
@@ -47,6 +49,8 @@ def with_adapters(bundle: Bundle, given: Sequence[str]) -> Bundle:
     """Return a bundle with adapters, which are opened and compared with it; the same bundle if there are none."""
     if not given:
         return bundle
+    from stagepack.adapter.opened import open_adapter  # noqa: PLC0415 - 9 ms, for bundles with adapters alone
+
     adapters = {name: open_adapter(folder) for name, folder in adapter_folders(given).items()}
     for adapter in adapters.values():
         adapter.check_base(bundle)
@@ -55,6 +59,8 @@ def with_adapters(bundle: Bundle, given: Sequence[str]) -> Bundle:
 
 def fitting_adapters(bundle: Bundle, given: Sequence[str]) -> list[str]:
     """Return those of some adapters that were made for a bundle."""
+    from stagepack.adapter.opened import open_adapter  # noqa: PLC0415 - as above
+
     folders = adapter_folders(given)
     return [
         f"{name}={folder}" for name, folder in folders.items() if open_adapter(folder).document.base == bundle.digest
@@ -69,7 +75,7 @@ class AdaptedBundle(Bundle):
         batch: the symbol of the rows of a batch; None if the model has none: then a call has one adapter.
     """
 
-    def __init__(self, plain: Bundle, adapters: Mapping[str, OpenAdapter]) -> None:
+    def __init__(self, plain: Bundle, adapters: "Mapping[str, OpenAdapter]") -> None:
         vars(self).update(vars(plain))
         self.__dict__.pop("_facts", None)
         self._plain = plain
