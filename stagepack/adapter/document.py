@@ -1,27 +1,20 @@
 """The document of an adapter, ``adapter.json``, as JSON with its own digest (SPEC A1 to A5)."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-import msgspec
 from msgspec import Struct
 
-from stagepack.errors import NotABundleError, Problem, VersionError
+from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.chunks import File, chunk_count
-from stagepack.format.manifest import MAJOR, VERSION
-from stagepack.format.manifest_codec import ZERO_DIGEST, stated_and_actual_digest
+from stagepack.format.manifest_codec import DocumentForm, parse_document
 from stagepack.format.rules import (
     DIGEST_PATTERN,
     is_tensor_name,
-    parse_json,
     raise_problems,
-    refuse_encoding,
-    rule_error,
-    typed_errors,
 )
 
 FORMAT: Final = "stagepack adapter"
@@ -72,35 +65,9 @@ class AdapterDocument(Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-def encode_document(document: AdapterDocument) -> bytes:
-    """Return a document as indented JSON, with its own digest inserted. Equal documents give equal bytes."""
-    fields = msgspec.to_builtins(msgspec.structs.replace(document, sha256=ZERO_DIGEST))
-    content = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    _, digest = stated_and_actual_digest(content)
-    return content[: content.rindex(ZERO_DIGEST.encode())] + digest.encode() + b'"\n}\n'
-
-
 def parse_adapter(content: bytes, location: str) -> AdapterDocument:
     """Decode and check the document of an adapter."""
-    if len(content) > limits.MANIFEST_BYTES:
-        raise rule_error("L1", DOCUMENT_NAME, f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}")
-    fields = parse_json(content, DOCUMENT_NAME)
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise NotABundleError(f'{location}: not an adapter of stagepack: expected the field "format": "{FORMAT}" [A1]')
-    version = fields.get("version")
-    if not isinstance(version, str) or version.partition(".")[0] != str(MAJOR):
-        raise VersionError(
-            f"{location}: the adapter has format {str(version)[:80]}, this stagepack reads {VERSION} [A1]"
-        )
-    stated_digest, actual_digest = stated_and_actual_digest(content)
-    if stated_digest != actual_digest:
-        message = f"the document states the sha256 {stated_digest}, found {actual_digest}: the file was changed"
-        raise rule_error("D3", DOCUMENT_NAME, message)
-    with typed_errors(DOCUMENT_NAME, "JSON"):
-        document = msgspec.convert(fields, AdapterDocument)
-        converted_back = msgspec.to_builtins(document)
-        if version == VERSION and json.dumps(converted_back) != json.dumps(fields):
-            refuse_encoding(DOCUMENT_NAME, fields, converted_back)
+    document = parse_document(content, location, AdapterDocument, DocumentForm(FORMAT, DOCUMENT_NAME, "A1"))
     raise_problems(_problems(document))
     return document
 

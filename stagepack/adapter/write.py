@@ -15,7 +15,6 @@ from stagepack.adapter.document import (
     TENSORS_NAME,
     AdapterDocument,
     LowRankChange,
-    encode_document,
 )
 from stagepack.adapter.names import place_names, weights_by_name
 from stagepack.adapter.opened import OpenAdapter, check_shapes, open_adapter
@@ -27,6 +26,7 @@ from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import VERSION
+from stagepack.format.manifest_codec import encode_manifest
 from stagepack.format.output_file import TemporaryFolder, replace_folder
 from stagepack.format.own_folders import check_outside_bundles
 from stagepack.format.reader import Bundle
@@ -94,7 +94,7 @@ def _write(
     ]
     with TemporaryFolder(target) as temporary:
         entry = write_pieces(temporary.path / TENSORS_NAME, _pieces(source, specs, tensors))
-        (temporary.path / DOCUMENT_NAME).write_bytes(encode_document(replace(document, file=entry)))
+        (temporary.path / DOCUMENT_NAME).write_bytes(encode_manifest(replace(document, file=entry)))
         for path in (temporary.path / TENSORS_NAME, temporary.path / DOCUMENT_NAME, temporary.path):
             synchronize(path)
         if overwrite and os.path.lexists(target):

@@ -15,7 +15,7 @@ from stagepack.format.chunks import File
 from stagepack.format.file_source import FileSource
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest import Manifest
-from stagepack.format.manifest_codec import parse_document, parse_manifest
+from stagepack.format.manifest_codec import DocumentForm, parse_document, parse_manifest
 from stagepack.format.own_folders import document_format, folder_format
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, raise_problems, rule_error
@@ -130,7 +130,7 @@ class Delta(ListedFiles):
 
 def parse_delta_document(content: bytes, location: str) -> DeltaDocument:
     """Decode and check the document of a delta."""
-    document = parse_document(content, location, DeltaDocument, DELTA_FORMAT)
+    document = parse_document(content, location, DeltaDocument, DocumentForm(DELTA_FORMAT))
     raise_problems(check_document(document))
     return document
 

@@ -6,7 +6,7 @@ Law: a manifest that is decoded and encoded again has the same fields in the sam
 import hashlib
 import json
 import re
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,6 +27,20 @@ _CURES: Final = {
     "stagepack delta": "it is a delta: apply it to its base (stagepack apply, or the argument deltas= of load)",
 }
 _DIGEST_FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
+
+
+class DocumentForm(NamedTuple):
+    """A kind of document that is encoded as a manifest is.
+
+    Attributes:
+        document_format: what its field ``format`` states.
+        file_name: the name of its file.
+        rule: the rule that states the format.
+    """
+
+    document_format: str
+    file_name: str = MANIFEST_NAME
+    rule: str = "M1"
 
 
 def encode_manifest(manifest: msgspec.Struct) -> bytes:
@@ -54,19 +68,20 @@ def _convert(fields: Any, file_name: str, document_type: type[Document]) -> Docu
 
 def parse_manifest(content: bytes, location: str, file_name: str = MANIFEST_NAME) -> Manifest:
     """Decode and check a manifest."""
-    fields = parse_fields(content, location, BUNDLE_FORMAT, file_name)
+    fields = parse_fields(content, location, DocumentForm(BUNDLE_FORMAT, file_name))
     manifest = convert_manifest(fields, file_name)
     raise_problems(check_manifest(manifest))
     return manifest
 
 
-def parse_document(content: bytes, location: str, document_type: type[Document], document_format: str) -> Document:
+def parse_document(content: bytes, location: str, document_type: type[Document], form: DocumentForm) -> Document:
     """Decode a document that is encoded as a manifest is. Its own rules are not checked."""
-    return _convert(parse_fields(content, location, document_format), MANIFEST_NAME, document_type)
+    return _convert(parse_fields(content, location, form), form.file_name, document_type)
 
 
-def parse_fields(content: bytes, location: str, document_format: str, file_name: str = MANIFEST_NAME) -> Any:
-    """Decode a document of a format to plain containers, after its version and its digest are compared."""
+def parse_fields(content: bytes, location: str, form: DocumentForm) -> Any:
+    """Decode a document to plain containers, after its version and its digest are compared."""
+    document_format, file_name, rule = form
     if len(content) > limits.MANIFEST_BYTES:
         message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}"
         raise rule_error("L1", file_name, message)
@@ -75,7 +90,7 @@ def parse_fields(content: bytes, location: str, document_format: str, file_name:
     if found != document_format:
         hint = f", found {found!r}: {_CURES[found]}" if isinstance(found, str) and found in _CURES else ""
         raise NotABundleError(
-            f'{location}: not a {document_format} manifest: expected the field "format": "{document_format}"{hint} [M1]'
+            f'{location}: not a {document_format} manifest: expected the field "format": "{document_format}"{hint} [{rule}]'
         )
     check_version(fields, file_name)
     stated_digest, actual_digest = stated_and_actual_digest(content)

@@ -141,7 +141,7 @@ def test_deltas_at_a_url(versions: Versions, tmp_path: Path, monkeypatch: pytest
 
 
 def test_onnx_runtime_loads_composed_bundles(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Linear(300, 2)).eval()
     x = torch.randn(2, 8)
     for name in "ab":

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
-from stagepack.adapter.document import encode_document
 from stagepack.errors import AdapterError, FormatError, OptionError, OutputExistsError, StagepackError, WriteError
 from stagepack.format.chunks import chunk_digest, file_entry
+from stagepack.format.manifest_codec import encode_manifest
 from tests.adapters.lora import PREFIX, write_lora
 from tests.hostile.attack import command_fails
 
@@ -217,7 +217,7 @@ def test_a_change_that_no_stage_applies_is_refused(
     else:
         entry = good.document.file
     document = msgspec.structs.replace(good.document, changes=(change,), file=entry)
-    (bad / "adapter.json").write_bytes(encode_document(document))
+    (bad / "adapter.json").write_bytes(encode_manifest(document))
     with pytest.raises(AdapterError, match="which no stage of the bundle uses so"):
         stagepack.load(made / "m.stagepack", adapters=[good.path, bad])
 
