@@ -2,20 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from msgspec import structs
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
+from stagepack.deltas.document import WEIGHT_VERSION_CHARACTERS
 from stagepack.errors import OptionError, UpdateError
 from stagepack.format.manifest import EntryPoint, Stage
 from stagepack.format.reader import Bundle
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.base import LoadedStage, Runtime
 from stagepack_loaders.stages import StageDriver
-
-# The longest name of a version, in characters.
-NAME_LENGTH: Final = 256
 
 
 @dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -83,8 +81,12 @@ def version_name(bundle: Bundle) -> str:
 
 def check_weight_version(name: str | None) -> None:
     """Check the name that a caller gives a version."""
-    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH or not name.isprintable()):
-        raise OptionError(f"version: expected a printable text of 1 to {NAME_LENGTH} characters, found {name!r:.300}")
+    if name is not None and (
+        not isinstance(name, str) or not 0 < len(name) <= WEIGHT_VERSION_CHARACTERS or not name.isprintable()
+    ):
+        raise OptionError(
+            f"version: expected a printable text of 1 to {WEIGHT_VERSION_CHARACTERS} characters, found {name!r:.300}"
+        )
 
 
 def same_model(running: Bundle, source: UpdateSource) -> Bundle:
