@@ -10,11 +10,10 @@ from msgspec import Struct
 from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.chunks import File, chunk_count
-from stagepack.format.manifest_codec import DocumentForm, parse_document
+from stagepack.format.manifest_codec import DocumentKind
 from stagepack.format.rules import (
     DIGEST_PATTERN,
     is_tensor_name,
-    raise_problems,
 )
 
 FORMAT: Final = "stagepack adapter"
@@ -65,13 +64,6 @@ class AdapterDocument(Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-def parse_adapter(content: bytes, location: str) -> AdapterDocument:
-    """Decode and check the document of an adapter."""
-    document = parse_document(content, location, AdapterDocument, DocumentForm(FORMAT, DOCUMENT_NAME, "A1"))
-    raise_problems(_problems(document))
-    return document
-
-
 def _problems(document: AdapterDocument) -> Iterator[Problem]:
     """Yield the problems of a document beyond its types."""
 
@@ -101,3 +93,6 @@ def _problems(document: AdapterDocument) -> Iterator[Problem]:
     for change in document.changes:
         if not math.isfinite(change.scale):
             yield problem("A4", f"{change.module[:80]}: expected a finite scale, found {change.scale}")
+
+
+ADAPTER: Final = DocumentKind(FORMAT, AdapterDocument, _problems, DOCUMENT_NAME, "A1")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from stagepack.adapter.document import (
     A_SUFFIX,
+    ADAPTER,
     B_SUFFIX,
     BIAS_SUFFIX,
     DOCUMENT_NAME,
     FLOATS,
     AdapterDocument,
     LowRankChange,
-    parse_adapter,
 )
 from stagepack.adapter.rewrite import Pair
 from stagepack.adapter.uses import Use
@@ -21,6 +21,7 @@ from stagepack.errors import AdapterError, NotABundleError
 from stagepack.format import limits
 from stagepack.format.file_checks import check_digests, near_path_hint, open_plain_file, read_limited
 from stagepack.format.graph import Graph
+from stagepack.format.manifest_codec import parse_document
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error
 from stagepack.format.weights import StoredTensor, parse_header_bytes
@@ -78,7 +79,7 @@ def open_adapter(path: str | os.PathLike[str]) -> OpenAdapter:
         raise NotABundleError(
             f"{folder}: not an adapter of stagepack: expected a folder with a file {DOCUMENT_NAME}: {error.strerror}{advice} [A1]"
         ) from None
-    document = parse_adapter(content, str(folder / DOCUMENT_NAME))
+    document = parse_document(content, str(folder / DOCUMENT_NAME), ADAPTER)
     with open_plain_file(folder, document.file) as file:
         tensors = parse_header_bytes(file.read, document.file.size, document.file.name)
     _check_tensors(document, tensors)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 from stagepack.deltas.document import DELTA_FORMAT, RESULT_NAME, ChangedFile, DeltaDocument
 from stagepack.deltas.rules import check_document
@@ -15,10 +16,12 @@ from stagepack.format.chunks import File
 from stagepack.format.file_source import FileSource
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest import Manifest
-from stagepack.format.manifest_codec import DocumentForm, parse_document, parse_manifest
+from stagepack.format.manifest_codec import DocumentKind, parse_document, parse_manifest
 from stagepack.format.own_folders import document_format, folder_format
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, raise_problems, rule_error
+
+DELTA: Final = DocumentKind(DELTA_FORMAT, DeltaDocument, check_document)
 
 
 class Delta(ListedFiles):
@@ -43,7 +46,7 @@ class Delta(ListedFiles):
     def __init__(self, path: str | os.PathLike[str], *, source: FileSource | None = None) -> None:
         super().__init__(path, source=source)
         content = read_document(self.path, "delta")
-        self.document = parse_delta_document(content, str(self.path / MANIFEST_NAME))
+        self.document = parse_document(content, str(self.path / MANIFEST_NAME), DELTA)
 
     def __repr__(self) -> str:
         """The folder or URL, the version, and the bundles."""
@@ -128,13 +131,6 @@ class Delta(ListedFiles):
             ChangedBytes(self, changed).check()
 
 
-def parse_delta_document(content: bytes, location: str) -> DeltaDocument:
-    """Decode and check the document of a delta."""
-    document = parse_document(content, location, DeltaDocument, DocumentForm(DELTA_FORMAT))
-    raise_problems(check_document(document))
-    return document
-
-
 def _size_problems(document: DeltaDocument, manifest: Manifest) -> list[Problem]:
     """Compare the changed files with those of the result (Y7)."""
     sizes = {file.name: file.size for file in manifest.files}
@@ -157,5 +153,5 @@ def open_listed(path: str | os.PathLike[str], *, source: FileSource | None = Non
 def parse_listed(content: bytes, location: str) -> Manifest | DeltaDocument:
     """Decode and check the document of a delta, or else of a bundle."""
     if document_format(content) == DELTA_FORMAT:
-        return parse_delta_document(content, location)
+        return parse_document(content, location, DELTA)
     return parse_manifest(content, location)

@@ -6,11 +6,12 @@ Law: a manifest that is decoded and encoded again has the same fields in the sam
 import hashlib
 import json
 import re
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from stagepack.errors import NotABundleError
+from stagepack.errors import NotABundleError, Problem
 from stagepack.format import limits
 from stagepack.format.manifest import Manifest
 from stagepack.format.rules import MANIFEST_NAME, parse_json, raise_problems, refuse_encoding, rule_error, typed_errors
@@ -29,18 +30,25 @@ _CURES: Final = {
 _DIGEST_FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
-class DocumentForm(NamedTuple):
+class DocumentKind(NamedTuple, Generic[Document]):
     """A kind of document that is encoded as a manifest is.
 
     Attributes:
         document_format: what its field ``format`` states.
+        document_type: its type.
+        check: yields the problems of a document by itself.
         file_name: the name of its file.
         rule: the rule that states the format.
     """
 
     document_format: str
+    document_type: type[Document]
+    check: Callable[[Document], Iterable[Problem]]
     file_name: str = MANIFEST_NAME
     rule: str = "M1"
+
+
+BUNDLE: Final = DocumentKind(BUNDLE_FORMAT, Manifest, check_manifest)
 
 
 def encode_manifest(manifest: msgspec.Struct) -> bytes:
@@ -51,37 +59,31 @@ def encode_manifest(manifest: msgspec.Struct) -> bytes:
     return content[: content.rindex(ZERO_DIGEST.encode())] + digest.encode() + b'"\n}\n'
 
 
-def convert_manifest(fields: Any, file_name: str) -> Manifest:
-    """Convert a manifest from plain containers to its types. Of the rules, only E2 and E3 are checked."""
-    return _convert(fields, file_name, Manifest)
+def parse_manifest(content: bytes, location: str, file_name: str = MANIFEST_NAME) -> Manifest:
+    """Decode and check a manifest."""
+    return parse_document(content, location, BUNDLE._replace(file_name=file_name))
 
 
-def _convert(fields: Any, file_name: str, document_type: type[Document]) -> Document:
-    """Convert a document, which has one form, as a graph has one encoding."""
-    with typed_errors(file_name, "JSON"):
-        document = msgspec.convert(fields, document_type)
-        converted_back = msgspec.to_builtins(document)
-        if not is_newer_minor(fields["version"]) and json.dumps(converted_back) != json.dumps(fields):
-            refuse_encoding(file_name, fields, converted_back)
+def parse_document(content: bytes, location: str, kind: DocumentKind[Document]) -> Document:
+    """Decode and check a document."""
+    document = convert_document(parse_fields(content, location, kind), kind)
+    raise_problems(kind.check(document))
     return document
 
 
-def parse_manifest(content: bytes, location: str, file_name: str = MANIFEST_NAME) -> Manifest:
-    """Decode and check a manifest."""
-    fields = parse_fields(content, location, DocumentForm(BUNDLE_FORMAT, file_name))
-    manifest = convert_manifest(fields, file_name)
-    raise_problems(check_manifest(manifest))
-    return manifest
+def convert_document(fields: Any, kind: DocumentKind[Document]) -> Document:
+    """Convert a document from plain containers to its type. It has one form, as a graph has one encoding (E2, E3)."""
+    with typed_errors(kind.file_name, "JSON"):
+        document = msgspec.convert(fields, kind.document_type)
+        converted_back = msgspec.to_builtins(document)
+        if not is_newer_minor(fields["version"]) and json.dumps(converted_back) != json.dumps(fields):
+            refuse_encoding(kind.file_name, fields, converted_back)
+    return document
 
 
-def parse_document(content: bytes, location: str, document_type: type[Document], form: DocumentForm) -> Document:
-    """Decode a document that is encoded as a manifest is. Its own rules are not checked."""
-    return _convert(parse_fields(content, location, form), form.file_name, document_type)
-
-
-def parse_fields(content: bytes, location: str, form: DocumentForm) -> Any:
+def parse_fields(content: bytes, location: str, kind: DocumentKind[Any]) -> Any:
     """Decode a document to plain containers, after its version and its digest are compared."""
-    document_format, file_name, rule = form
+    document_format, file_name = kind.document_format, kind.file_name
     if len(content) > limits.MANIFEST_BYTES:
         message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}"
         raise rule_error("L1", file_name, message)
@@ -90,7 +92,7 @@ def parse_fields(content: bytes, location: str, form: DocumentForm) -> Any:
     if found != document_format:
         hint = f", found {found!r}: {_CURES[found]}" if isinstance(found, str) and found in _CURES else ""
         raise NotABundleError(
-            f'{location}: not a {document_format} manifest: expected the field "format": "{document_format}"{hint} [{rule}]'
+            f'{location}: not a {document_format} manifest: expected the field "format": "{document_format}"{hint} [{kind.rule}]'
         )
     check_version(fields, file_name)
     stated_digest, actual_digest = stated_and_actual_digest(content)

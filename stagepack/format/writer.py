@@ -10,18 +10,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 
-from stagepack.errors import ExportWarning, OutputExistsError, Problem, StagepackError, WriteError, warn_caller
+from stagepack.errors import ExportWarning, OutputExistsError, StagepackError, WriteError, warn_caller
 from stagepack.format.bundle_files import read_manifest
 from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.chunks import File
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
-from stagepack.format.manifest_codec import BUNDLE_FORMAT, Document, encode_manifest
+from stagepack.format.manifest_codec import BUNDLE, BUNDLE_FORMAT, Document, DocumentKind, encode_manifest
 from stagepack.format.output_file import TemporaryFolder, remove_folder, replace_folder, siblings
 from stagepack.format.own_folders import check_outside_bundles, check_replaceable, folder_format, other_files
 from stagepack.format.rules import (
@@ -32,7 +32,6 @@ from stagepack.format.rules import (
     rule_error,
 )
 from stagepack.format.threads import map_in_threads
-from stagepack.format.validate.manifest_rules import check_manifest
 from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The content of a file or a tensor.
@@ -45,16 +44,6 @@ class TensorSource:
 
     specs: Mapping[str, TensorSpec]  # the tensors by name, in the order in which they are written
     read: Callable[[str], Pieces]  # returns the bytes of a tensor, by its name
-
-
-class DocumentKind(NamedTuple):
-    """What is written: the format that its document states, and the rules on the document by itself."""
-
-    document_format: str
-    check: Callable[[Any], Iterable[Problem]]
-
-
-BUNDLE: Final = DocumentKind(BUNDLE_FORMAT, check_manifest)
 
 
 def check_output_path(
@@ -102,7 +91,7 @@ class BundleWriter:
         *,
         overwrite: bool,
         absorbed_names: Collection[str] = (),
-        kind: DocumentKind = BUNDLE,
+        kind: DocumentKind[Any] = BUNDLE,
     ) -> None:
         self._kind = kind
         self._check_output(Path(out), overwrite=overwrite, absorbed_names=absorbed_names)

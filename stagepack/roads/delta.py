@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from stagepack.deltas.delta import Delta
+from stagepack.deltas.delta import DELTA, Delta
 from stagepack.deltas.document import (
     DELTA_FORMAT,
     DELTA_VERSION,
@@ -18,7 +18,6 @@ from stagepack.deltas.document import (
     is_weight_version,
 )
 from stagepack.deltas.encoding import EncodedFile, FileVersions, Segment, plain_segments, weight_segments
-from stagepack.deltas.rules import check_document
 from stagepack.errors import OptionError, StagepackError
 from stagepack.format.bundle_files import read_document
 from stagepack.format.chunk_reads import Fill
@@ -26,7 +25,7 @@ from stagepack.format.chunks import File
 from stagepack.format.manifest_codec import ZERO_DIGEST, stated_and_actual_digest
 from stagepack.format.own_folders import folder_format
 from stagepack.format.reader import Bundle
-from stagepack.format.writer import BundleWriter, DocumentKind
+from stagepack.format.writer import BundleWriter
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.remote.url import is_url, split_entry_point
 from stagepack.roads.stored_bundle import check_is_written
@@ -34,7 +33,6 @@ from stagepack.roads.stored_bundle import check_is_written
 if TYPE_CHECKING:
     import torch
 
-DELTA: Final = DocumentKind(DELTA_FORMAT, check_document)
 _WEIGHT_SUFFIX: Final = ".safetensors"
 
 

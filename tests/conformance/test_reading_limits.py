@@ -10,7 +10,7 @@ import pytest
 
 from stagepack.errors import FormatError, LimitError
 from stagepack.format.graph_codec import read_graph
-from stagepack.format.manifest_codec import convert_manifest
+from stagepack.format.manifest_codec import BUNDLE, convert_document
 from stagepack.format.rules import parse_json, raise_problems
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate.manifest_rules import check_manifest
@@ -23,7 +23,7 @@ MANIFEST = json.loads((TINY / "manifest.json").read_text())
 def read_manifest(content: bytes) -> None:
     fields = parse_json(content, "manifest")
     check_version(fields, "manifest")
-    raise_problems(check_manifest(convert_manifest(fields, "manifest")))
+    raise_problems(check_manifest(convert_document(fields, BUNDLE)))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_any_json_has_no_version(fields: Any) -> None:
     with pytest.raises(FormatError, match=r"\[M[23]\]"):
         check_version(fields, "manifest")
     with pytest.raises(FormatError, match=r"\[E3\]"):
-        convert_manifest(fields, "manifest")
+        convert_document(fields, BUNDLE)
 
 
 def test_very_many_problems_make_a_short_error() -> None:

@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from stagepack.deltas.codes import CodeError, decode_planes, decode_sparse
-from stagepack.deltas.delta import parse_delta_document
+from stagepack.deltas.delta import DELTA
 from stagepack.errors import FormatError
+from stagepack.format.manifest_codec import parse_document
 from tests.bundle_editor import encode_manifest
 from tests.conformance.vectors import TINY_DELTA, cases, edited
 from tests.fuzz.parsers import FuzzedParser
@@ -18,7 +19,7 @@ def delta_parser() -> FuzzedParser:
         edit for case in cases() if case.kind == "deltas" for edit in case.fields["edit"] if edit["op"] == "patch"
     ]
     return FuzzedParser(
-        read=lambda content: parse_delta_document(content, "manifest.json"),
+        read=lambda content: parse_document(content, "manifest.json", DELTA),
         seeds=[encode_manifest(base), *(encode_manifest(edited(base, patch["edit"])) for patch in patches)],
         decode=json.loads,
         encode=encode_manifest,
