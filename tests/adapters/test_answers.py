@@ -1,5 +1,6 @@
 """A bundle with adapters answers as peft does, with any cut, for one adapter and for several in one batch."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
+from stagepack.adapter.rewrite import ChangedGraph, change_graph
 from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError, UpdateError
 from stagepack_loaders.batching import BatchLimit, batch_limit
+from stagepack_loaders.torch import adapter_module
 from stagepack_serving.protocol.interface import Interface
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
@@ -268,3 +271,37 @@ def test_requests_are_joined_as_without_adapters(tmp_path: Path) -> None:
         for pipeline in (stagepack.load(bundle), stagepack.load(bundle, adapters=adapters))
     ]
     assert limits == [BatchLimit(8, "")] * 2
+
+
+def test_few_modules_are_kept_of_the_adapters_that_calls_have_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients choose which are in a call together."""
+    monkeypatch.setattr(adapter_module, "_KEPT_FORMS", 3)
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=1)
+    modules = (
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+        "lm_head",
+        "model.layers.0.mlp.down_proj",
+    )
+    adapters, expected = {}, []
+    for number, module in enumerate(modules):
+        lora = write_lora(model, tmp_path / f"lora-{number}", {module: 2}, number)
+        adapters[f"a{number}"] = stagepack.write_adapter(bundle, lora, out=tmp_path / f"a{number}").path
+        with adapted(model, lora):
+            expected.append(logits(model))
+    built = list[ChangedGraph]()
+
+    def counted(*arguments: Any) -> ChangedGraph:
+        built.append(change_graph(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(adapter_module, "change_graph", counted)
+    pipeline = stagepack.load(bundle, adapters=adapters)
+    for pair in [*itertools.combinations(range(4), 2)] * 2:
+        found = logits(pipeline, adapter=[f"a{pair[0]}", f"a{pair[1]}", None])
+        for row, number in enumerate(pair):
+            torch.testing.assert_close(found[row], expected[number][row], rtol=1e-5, atol=1e-5)
+    assert len(built) == 4 + 2 * 6

@@ -4,8 +4,9 @@ The weights of the bundle are in memory once. A module for several adapters is b
 """
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.fx import GraphModule
@@ -23,6 +24,8 @@ from stagepack.format.rules import raise_problems
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.weight_files import map_weight_file
 
+# Clients choose which adapters are in a call together: of their modules so many are kept, each of as many nodes as the stage.
+_KEPT_FORMS: Final = 16
 # Builds the module of a changed graph.
 BuildModule = Callable[[Graph], GraphModule]
 # A list of tensors for the further inputs, and the tensors that replace weights, by the position of the weight.
@@ -122,6 +125,7 @@ class AdapterModule(torch.nn.Module):
         self._rows_position = [value.name for value in graph.inputs].index(ROWS_NAME)
         self._uses_of: dict[object, list[Use]] = {}
         self._modules_of: dict[object, _Form] = {}
+        self._lock = threading.Lock()
         self._single: dict[int, tuple[GraphModule, _Extras]] = {}
         # The rows of the last call are kept: most calls of a text have those of the one before.
         self._mixed: tuple[tuple[int, ...], GraphModule, list[torch.Tensor]] | None = None
@@ -158,12 +162,15 @@ class AdapterModule(torch.nn.Module):
     def _module(self, uses: Sequence[Use], pairs: Mapping[str, Pair], batch: str | None) -> _Form:
         """The module that applies changes; adapters of the same modules and ranks share it."""
         key = batch, tuple(pairs.items())
-        if key not in self._modules_of:
-            changed = change_graph(self._graph, uses, pairs, batch)
-            module = self._build(changed.graph) if uses else self.plain_module
-            shared = [] if batch is None else without_rows(self._graph, uses, batch)
-            self._modules_of[key] = _Form(module, changed, shared)
-        return self._modules_of[key]
+        with self._lock:
+            if key not in self._modules_of:
+                changed = change_graph(self._graph, uses, pairs, batch)
+                module = self._build(changed.graph) if uses else self.plain_module
+                shared = [] if batch is None else without_rows(self._graph, uses, batch)
+                if len(self._modules_of) >= _KEPT_FORMS:
+                    del self._modules_of[next(iter(self._modules_of))]
+                self._modules_of[key] = _Form(module, changed, shared)
+            return self._modules_of[key]
 
     def _single_form(self, adapter: StageAdapter) -> tuple[GraphModule, _Extras]:
         """What applies one adapter to all rows."""
