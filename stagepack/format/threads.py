@@ -71,6 +71,7 @@ def start_in_thread(function: Callable[[], Result], thread_name: str) -> "Future
     from concurrent.futures import Future  # noqa: PLC0415 - as above
 
     result: Future[Result] = Future()
+    result.set_running_or_notify_cancel()  # a caller that waits no more does not end the thread, whose result is then dropped
 
     def run() -> None:
         try:
