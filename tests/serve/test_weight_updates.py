@@ -1,5 +1,6 @@
 """The weights of a model are updated while a server answers: by a request, and from a folder; each answer names its version."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 import stagepack
+from stagepack_serving.server.event_loop_threads import run_in_thread
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import AnyServer, Client, post, stagepack_server
 from tests.serve.version_models import X, count, export_counter, export_scale
@@ -216,3 +218,24 @@ def test_a_server_over_processes_is_updated(steps: Steps) -> None:
     with stagepack_server([f"scale={steps.bundle}"], *options) as server:
         assert update(server, source="step-2")[0] == 200
         assert ask(server) == (2.0, "step 2")
+
+
+def test_a_thread_whose_result_nobody_waits_for_any_more_ends_without_an_error() -> None:
+    """A server that stops cancels the watch, which may wait for a thread."""
+    has_begun, may_end, threads = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    def work() -> None:
+        threads.append(threading.current_thread())
+        has_begun.set()
+        may_end.wait()
+
+    async def begin_and_cancel() -> None:
+        task = asyncio.ensure_future(run_in_thread(work))
+        await asyncio.to_thread(has_begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(begin_and_cancel())
+    may_end.set()
+    threads[0].join()  # pytest fails the test for an exception in a thread

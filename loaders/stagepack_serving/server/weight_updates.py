@@ -92,6 +92,8 @@ class WeightUpdates:
     folder: Path | None = None
     watches: bool = False
     _seen: dict[tuple[str, Path], object] = field(default_factory=dict)
+    # The base of each entry of the folder of a model by name, with the state of the file that says it.
+    _bases: dict[str, dict[str, tuple[object, str]]] = field(default_factory=dict)
 
     async def update(self, model_name: str, parameters: UpdateParameters) -> dict[str, Any]:
         """Update a model as a client asks; return the fields of the answer."""
@@ -147,15 +149,16 @@ class WeightUpdates:
                     f"{model_name}: not updated: the entry points of its bundle are served as {', '.join(others)} too, and share weights"
                 )
             state = None if path is None else folder_state(str(path))
+            # A trainer ships each step, and the operator removes old ones.
+            self._seen = {key: seen for key, seen in self._seen.items() if key[1].exists()}
             try:
                 report = await run_in_thread(partial(_update, model, path, version, keep_previous=keep_previous))
             except StageLostError as error:
                 raise RequestError(RequestStatus.STAGE_LOST, f"{model_name}: not updated: {error}") from error
             except StagepackError as error:
                 raise BadRequestError(f"{model_name}: not updated: {error}") from error
-            if (
-                path is not None
-            ):  # The watch takes it once, whoever has asked for it: a client may go back to the version before.
+            if path is not None:
+                # The watch takes it once, whoever has asked for it: a client may go back to the version before.
                 self._seen[model_name, path] = state
             for part in model.parts.values():
                 part.follow_weights()
@@ -191,10 +194,16 @@ class WeightUpdates:
         except OSError as error:
             _LOGGER.warning("%s: the folder of updates cannot be read: %s", folder, error.strerror)
             return None
-        for name in names:
-            path = folder / name
-            is_next = bool(_NAME.fullmatch(name)) and _read_step(path).base == digest
-            if is_next and self._seen.get((model.name, path)) != folder_state(str(path)):
+        known, bases = self._bases.get(model.name, {}), {}
+        for name in filter(_NAME.fullmatch, names):
+            state = _manifest_state(folder / name)
+            if name in known and known[name][0] == state:
+                bases[name] = known[name]
+            else:
+                bases[name] = state, _read_step(folder / name).base
+        self._bases[model.name] = bases
+        for path in (folder / name for name, (_, base) in bases.items() if base == digest):
+            if self._seen.get((model.name, path)) != folder_state(str(path)):
                 return path
         return None
 
@@ -207,6 +216,15 @@ def _update(model: ServedModel, path: Path | None, version: str | None, *, keep_
         report = model.pipeline.update(path, version=version, keep_previous=keep_previous)
     model.metrics.record_update(model.name, model.version, report.seconds)
     return report
+
+
+def _manifest_state(path: Path) -> object:
+    """A value that changes when the manifest in a folder changes; None if there is none."""
+    try:
+        status = os.stat(path / MANIFEST_NAME)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _read_step(path: Path) -> _Step:
