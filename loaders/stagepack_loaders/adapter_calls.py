@@ -1,4 +1,4 @@
-"""The adapters of calls: the keyword that names them, and the value that tells the stages."""
+"""The adapters of calls: the keyword that names them, and the input that gives their numbers to the stages."""
 
 from collections.abc import Mapping
 from typing import Any

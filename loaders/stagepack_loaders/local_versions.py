@@ -46,7 +46,7 @@ class LocalVersions:
             report.version, report.previous = staged.name, previous.name
 
     def stage(self, source: UpdateSource, report: UpdateReport, running: StageVersion | None = None) -> StageVersion:
-        """Load the stages of a version beside those of another one, the newest if `running` is None, which it will take the place of.
+        """Load the stages of a version beside the version `running`, which it will replace; None for the newest.
 
         What keeps it from that is found before a weight is read.
         """
@@ -58,7 +58,7 @@ class LocalVersions:
         stages_of = running.stages_of_runtimes()
         for runtime, stages in stages_of.items():
             runtime.check_update(stages)
-        if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
+        if self.kept is not None and self.kept.identity == (bundle.digest, name):
             with contextlib.suppress(UpdateError):  # its weights were written since: it is loaded again
                 for runtime, stages in self.kept.stages_of_runtimes().items():
                     runtime.check_update(stages)

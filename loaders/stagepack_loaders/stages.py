@@ -125,7 +125,7 @@ class StageDriver:
         return replace(self, loaded=loaded)
 
     def take_over(self) -> None:
-        """Let calls without a sequence find the buffers of the version before in this one, which is the newest."""
+        """Pass the buffers of calls without a sequence from the version before on to this one, which becomes the newest."""
         if self.has_state:
             self.own.pass_on(self.loaded)
 

@@ -20,8 +20,8 @@ class UpdateReport:
         verify: reading and comparing weight files with their digests.
         stage: making the new stages beside those that run.
         switch: the moment in which the pipeline has taken the new version.
-        pause: how long a call has waited for it at most: of those that write buffers without a sequence, while these passed on. No other
-            call waits.
+        pause: how long a call has waited for the update at most. A call without a sequence that writes buffers waits while the buffers
+            pass on to the new version; no other call waits.
     """
 
     version: str = ""

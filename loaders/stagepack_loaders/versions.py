@@ -25,7 +25,7 @@ class StageVersion:
         bundle: its bundle, in the stages that run.
         stages: those of its stages that are in this process, by number, in order.
         number: its number in the processes of the stages.
-        group: the number of the start of these processes; they know no version of others.
+        group: the number of the start of these processes. A version of an earlier start is unknown to them.
     """
 
     name: str
@@ -33,6 +33,11 @@ class StageVersion:
     stages: Mapping[int, StageDriver] = field(default_factory=dict)
     number: int = 0
     group: int = 0
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What tells its weights and its name from those of others: several versions may have one name, and several names one bundle."""
+        return self.bundle.digest, self.name
 
     def stages_of_runtimes(self) -> dict[Runtime, dict[int, LoadedStage]]:
         """Return the loaded stages by runtime and number."""

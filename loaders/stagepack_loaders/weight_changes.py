@@ -25,7 +25,7 @@ class WeightChanges:
         self._ranges: dict[str, tuple[list[int], list[int]]] = {}
 
     def patch_of(self, file_name: str) -> FilePatch | None:
-        """Return what makes a weight file of the one that runs; None if it is to be read as a whole."""
+        """Return the patch from the running weight file to the new one; None if the new file is to be read as a whole."""
         return None if self._patches is None else self._patches.patch_of(file_name)
 
     def is_changed(self, file_name: str, tensor: StoredTensor) -> bool:

@@ -150,7 +150,7 @@ def without_rows(graph: Graph, uses: Sequence[Use], batch: str) -> list[str]:
 
 
 def _row_length(shape: Sequence[Dim], batch: str) -> Dim:
-    """The number of vectors of one row, in a tensor whose dimensions but the last one these are."""
+    """The number of vectors in one row of a batch; `shape` has all dimensions of the tensor but the last one."""
     factors = [
         factor for dim in shape for factor in (dim.args if isinstance(dim, Expr) and dim.op == "mul" else (dim,))
     ]

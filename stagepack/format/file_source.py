@@ -104,13 +104,13 @@ class FilePatches(Protocol):
         """Return how a file is made; None if the folder has it."""
 
     def since(self, digest: str) -> "FilePatches | None":
-        """Return what makes the files of those of another bundle, from which this one was made on the way from the bundle in the folder.
+        """Return the patches from an earlier bundle of the chain to this bundle.
 
         Args:
-            digest: the digest of the other bundle.
+            digest: the digest of the earlier bundle.
 
         Returns:
-            The later part of what changes the files; None if the other bundle is not on the way.
+            The patches; None if no bundle of the chain has the digest.
         """
 
     def fetch(self, file_names: Iterable[str]) -> None:

@@ -287,3 +287,20 @@ def test_the_example_of_a_bundle_leaves_no_threads(tmp_path: Path) -> None:
     finished = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
     # That of the scheduler.
     assert finished.stdout == "32 1\n", finished.stderr
+
+
+@pytest.mark.parametrize(("digest", "runs_on_newest"), [("new", True), ("old", False)])
+def test_a_call_runs_on_its_own_weights_whatever_name_the_newest_have(digest: str, *, runs_on_newest: bool) -> None:
+    """A trainer may give two versions one name; processes that were started again have the newest one under another number."""
+
+    def version(digest: str) -> StageVersion:
+        bundle: Any = SimpleNamespace(digest=digest)
+        return StageVersion(name="same", bundle=bundle)
+
+    executor = RemoteExecutor()
+    executor.version = version("new")
+    call = QueuedCall(inputs={"x": numpy.array([1])}, sizes={"rows": 1}, version=version(digest))
+    schedule(executor).submit(call)
+    executor.finish_next()
+    call.answer.result(timeout=WAIT_SECONDS)
+    assert executor.options[0].version is (executor.version if runs_on_newest else call.version)

@@ -48,7 +48,7 @@ class GroupVersions:
         location: where the processes find it.
         """
         running, name = self.newest, source.name or version_name(bundle)
-        if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
+        if self.kept is not None and self.kept.identity == (bundle.digest, name):
             return self.kept
         version = StageVersion(name=name, bundle=bundle, number=next(self._numbers), group=running.group)
         # From here on, what the processes have loaded is freed with it, also if one of them fails.

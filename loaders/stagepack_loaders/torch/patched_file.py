@@ -1,4 +1,4 @@
-"""A weight file of a version that deltas make of the one that runs: changed in memory, and compared with its digests by chunk."""
+"""A weight file of a new version, made by deltas from the running one: changed in memory, and compared with its digests by chunk."""
 
 import bisect
 import contextlib
@@ -32,8 +32,8 @@ class PatchedFile:
     Attributes:
         bundle: its bundle.
         entry: its entry in the manifest.
-        patch: makes its bytes of those of the file that runs.
-        changes: which of them it changes.
+        patch: makes its bytes from the bytes of the running version of the file.
+        changes: which bytes the patch changes.
         needed: the tensors that are asked for, in the order of the file.
         running: the bytes of its tensors that are in memory, as they run, by name.
     """

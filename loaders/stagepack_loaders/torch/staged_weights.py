@@ -30,7 +30,7 @@ def check_update(stages: Mapping[int, TorchStage]) -> None:
 
 
 class StagedStore:
-    """A `WeightStore` of the weights of a new version: those that are the same as in the stages that run are the tensors of these.
+    """A `WeightStore` of the weights of a new version. A weight that has not changed is the tensor of the running stage.
 
     running: the stages that run.
     stored: the stored tensors of each of them, by name.

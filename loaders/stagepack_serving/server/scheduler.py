@@ -289,7 +289,7 @@ class Scheduler:
     def _version(self, call: QueuedCall) -> StageVersion:
         """The version that a call runs on. Processes that were started again have the newest one under another number."""
         newest = self._executor.version
-        return newest if call.version is None or call.version.name == newest.name else call.version
+        return newest if call.version is None or call.version.identity == newest.identity else call.version
 
     def _state(self, call: QueuedCall) -> CallSequence | None:
         if call.sequence is None:

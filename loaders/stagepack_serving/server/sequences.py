@@ -23,7 +23,7 @@ class RequestSequence:
     """A sequence and its state.
 
     Attributes:
-        version: the version of the model that all its requests run on; None for the newest at its first run.
+        version: the version of the weights that all its requests run on; None for the newest at its first run.
         state: what `Executor.begin_sequence` returned; None before its first run.
         turn: held by the request that runs, so that the next one starts from the state that it leaves.
         pending_requests: the number of requests that are not answered yet.
