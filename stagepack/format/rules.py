@@ -23,7 +23,6 @@ PADDING_PREFIX = "__padding__"
 # The key of a weight header whose value is no tensor but a dict of strings. No reader of a bundle uses it.
 METADATA_KEY = "__metadata__"
 
-_IDENTIFIER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,198}[A-Za-z0-9_-])?", re.ASCII)
 # The name of a dtype, a device type, a layout or a memory format (M11).
 WORD_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
@@ -40,7 +39,7 @@ BrokenRule = tuple[str, str, str]
 
 def is_identifier(value_name: str) -> bool:
     """Whether a value may have this name: ASCII, not a Python keyword, not too long (G1)."""
-    well_formed = _IDENTIFIER_PATTERN.fullmatch(value_name) is not None and len(value_name) <= limits.NAME_CHARACTERS
+    well_formed = value_name.isidentifier() and value_name.isascii() and len(value_name) <= limits.NAME_CHARACTERS
     return well_formed and not keyword.iskeyword(value_name)
 
 

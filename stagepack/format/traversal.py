@@ -23,19 +23,20 @@ from stagepack.format.graph import (
 _CONTAINER_TYPES = frozenset({ListArg, TupleArg, DictArg, SliceArg})
 
 
-def child_arguments(argument: Argument) -> Iterator[Argument]:
-    """Yield the arguments directly inside a container; nothing for a leaf."""
-    if isinstance(argument, ListArg | TupleArg):
-        yield from argument.items
-    elif isinstance(argument, DictArg):
-        yield from (item for _, item in argument.items)
-    elif isinstance(argument, SliceArg):
-        yield from (argument.start, argument.stop, argument.step)
+def child_arguments(argument: Argument) -> Sequence[Argument]:
+    """Return the arguments directly inside a container; nothing for a leaf."""
+    if isinstance(argument, (ListArg, TupleArg)):  # a union of types is made anew by each call
+        return argument.items
+    if isinstance(argument, DictArg):
+        return [item for _, item in argument.items]
+    if isinstance(argument, SliceArg):
+        return argument.start, argument.stop, argument.step
+    return ()
 
 
 def leaf_arguments(argument: Argument) -> Iterator[Argument]:
     """Yield the leaves of an argument from left to right: the argument itself if it is not a container."""
-    if isinstance(argument, ListArg | TupleArg | DictArg | SliceArg):
+    if type(argument) in _CONTAINER_TYPES:
         for child in child_arguments(argument):
             yield from leaf_arguments(child)
     else:
@@ -47,15 +48,15 @@ def map_arguments(argument: Argument, function: Callable[[Argument], Argument]) 
 
     Law: ``map_arguments(argument, lambda leaf: leaf) == argument``.
     """
-    match argument:
-        case ListArg(items) | TupleArg(items):
-            return type(argument)(tuple([map_arguments(item, function) for item in items]))
-        case DictArg(items):
-            return DictArg(tuple([(key, map_arguments(item, function)) for key, item in items]))
-        case SliceArg(start, stop, step):
-            return SliceArg(*[map_arguments(bound, function) for bound in (start, stop, step)])
-        case _:
-            return function(argument)
+    if type(argument) in _CONTAINER_TYPES:  # few arguments are
+        match argument:
+            case ListArg(items) | TupleArg(items):
+                return type(argument)(tuple([map_arguments(item, function) for item in items]))
+            case DictArg(items):
+                return DictArg(tuple([(key, map_arguments(item, function)) for key, item in items]))
+            case SliceArg(start, stop, step):
+                return SliceArg(*[map_arguments(bound, function) for bound in (start, stop, step)])
+    return function(argument)
 
 
 def map_node_arguments(node: Node, function: Callable[[Argument], Argument]) -> Node:
@@ -79,14 +80,17 @@ def input_names(node: Node) -> list[str]:
     """Return the names of the values that a node uses, in the order of its arguments and with repeats."""
     used_names: list[str] = []
     for argument in node.args:
-        _add_names(argument, used_names)
+        if type(argument) is ValueArg:  # most are, and each pass over a graph is here for each node
+            used_names.append(argument.name)
+        else:
+            _add_names(argument, used_names)
     for _, argument in node.kwargs:
         _add_names(argument, used_names)
     return used_names
 
 
 def _add_names(argument: Argument, used_names: list[str]) -> None:
-    # Much faster than `leaf_arguments`. Every pass over a graph calls this for every node.
+    # Much faster than `leaf_arguments`.
     argument_type = type(argument)
     if argument_type is ValueArg:
         used_names.append(argument.name)  # type: ignore[union-attr, arg-type]

@@ -1,7 +1,10 @@
 """The rules on a graph (SPEC section 7, all but G9 and G14)."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
+
+from msgspec.msgpack import encode
 
 from stagepack.errors import Problem
 from stagepack.format import limits
@@ -150,10 +153,19 @@ def _check_subgraph_calls(graph: Graph) -> Iterator[BrokenRule]:
 def _check_ops(ops: tuple[Op, ...]) -> Iterator[BrokenRule]:
     seen: set[str] = set()
     for op_index, op in enumerate(ops):
+        location = f"op {op_index}"
         if op.name in seen:
-            yield "G12", f"op {op_index}", f"duplicate operator {op.name[:80]!r}"
+            yield "G12", location, f"duplicate operator {op.name[:80]!r}"
         seen.add(op.name)
-        yield from _check_op(op, f"op {op_index}")
+        # The cache keeps no large operators of strangers.
+        if len(encode(op)) > limits.SCHEMA_CHARACTERS or not _is_sound_op(op):
+            yield from _check_op(op, location)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_sound_op(op: Op) -> bool:
+    """Whether an operator breaks no rule by itself. The stages of a bundle have mostly the same operators."""
+    return next(_check_op(op, ""), None) is None
 
 
 def _check_op(op: Op, location: str) -> Iterator[BrokenRule]:
@@ -210,14 +222,16 @@ class _Types:
         return problems
 
 
-def _check_definition(value: Value, types: _Types, defined: set[str], location: str) -> Iterator[BrokenRule]:
-    """Yield the problems of a value that an input or a node defines, and add its name to `defined`."""
+def _check_definition(value: Value, types: _Types, defined: set[str], location: str) -> Sequence[BrokenRule]:
+    """Return the problems of a value that an input or a node defines, and add its name to `defined`."""
+    problems: list[BrokenRule] = []
     if not is_identifier(value.name):
-        yield "G1", location, f"{value.name[:80]!r} is not an identifier"
+        problems.append(("G1", location, f"{value.name[:80]!r} is not an identifier"))
     if value.name in defined:
-        yield "G2", location, f"{value.name[:80]!r} is defined twice"
+        problems.append(("G2", location, f"{value.name[:80]!r} is defined twice"))
     defined.add(value.name)
-    yield from types.check(value)
+    problems += types.check(value)
+    return problems
 
 
 def _check_body(
@@ -229,13 +243,14 @@ def _check_body(
             yield from _check_definition(value, types, defined, f"{prefix}input")
     for node_index, node in enumerate(body.nodes):
         location = f"{prefix}node {node_index}"
+        # Graphs are large: generators for each node, and for arguments that are most often sound, took half of the time.
         yield from _check_indices(graph, node, location)
-        for argument in (*node.args, *(argument for _, argument in node.kwargs)):
-            # Graphs are large and most arguments are defined values or numbers: this saves a generator for each of them.
-            is_defined = type(argument) is ValueArg and argument.name in defined
-            if not is_defined and type(argument) not in _PLAIN:
+        for argument in node.args:
+            if not _is_sound(argument, defined):
                 yield from _check_argument(argument, defined, callable_below, location)
-        for keyword, _ in node.kwargs:
+        for keyword, argument in node.kwargs:
+            if not _is_sound(argument, defined):
+                yield from _check_argument(argument, defined, callable_below, location)
             if not is_identifier(keyword):
                 yield "G1", location, f"the argument name {keyword[:80]!r} is not an identifier"
         yield from _check_node(node, location)
@@ -246,22 +261,31 @@ def _check_body(
         yield from _check_argument(body.result, defined, callable_below, f"{prefix}result")
 
 
-def _check_indices(graph: Graph, node: Node, location: str) -> Iterator[BrokenRule]:
+def _check_indices(graph: Graph, node: Node, location: str) -> list[BrokenRule]:
+    problems: list[BrokenRule] = []
     if not 0 <= node.op < len(graph.ops):
-        yield "G4", location, f"op {node.op} is not in the table"
+        problems.append(("G4", location, f"op {node.op} is not in the table"))
     if not 0 <= node.scope < len(graph.scopes):
-        yield "G4", location, f"scope {node.scope} is not in the table"
+        problems.append(("G4", location, f"scope {node.scope} is not in the table"))
     if node.context is not None and not 0 <= node.context < len(graph.contexts):
-        yield "G4", location, f"context {node.context} is not in the table"
+        problems.append(("G4", location, f"context {node.context} is not in the table"))
+    return problems
 
 
-def _check_node(node: Node, location: str) -> Iterator[BrokenRule]:
+def _check_node(node: Node, location: str) -> list[BrokenRule]:
+    problems: list[BrokenRule] = []
     if not node.unpack and len(node.outputs) > 1:
-        yield "G8", location, "several outputs without unpack"
+        problems.append(("G8", location, "several outputs without unpack"))
     if node.kwargs and len({keyword for keyword, _ in node.kwargs}) != len(node.kwargs):
-        yield "G8", location, "duplicate keyword argument"
-    if min(node.cost.flops, node.cost.bytes) < 0:
-        yield "G8", location, "a cost is negative"
+        problems.append(("G8", location, "duplicate keyword argument"))
+    if node.cost.flops < 0 or node.cost.bytes < 0:
+        problems.append(("G8", location, "a cost is negative"))
+    return problems
+
+
+def _is_sound(argument: Argument, defined: set[str]) -> bool:
+    """Whether an argument is a defined value, or one without a rule."""
+    return argument.name in defined if type(argument) is ValueArg else type(argument) in _PLAIN
 
 
 def _check_argument(
@@ -272,16 +296,17 @@ def _check_argument(
     elif isinstance(argument, ValueArg):
         if argument.name not in defined:
             yield "G3", location, f"uses {argument.name[:80]!r}, which is not defined before it"
-    elif isinstance(argument, ListArg | TupleArg | DictArg | SliceArg):
+    elif isinstance(argument, (ListArg, TupleArg, DictArg, SliceArg)):
         if isinstance(argument, DictArg) and len({key for key, _ in argument.items}) != len(argument.items):
             yield "G8", location, "duplicate key in a dict"
         for child in child_arguments(argument):
-            yield from _check_argument(child, defined, callable_below, location, depth + 1)
+            if depth == limits.NESTING_DEPTH or not _is_sound(child, defined):
+                yield from _check_argument(child, defined, callable_below, location, depth + 1)
     elif isinstance(argument, SubgraphArg):
         if not 0 <= argument.index < callable_below:
             yield "G6", location, f"calls subgraph {argument.index}, which is not defined before it"
     elif (
-        isinstance(argument, DtypeArg | LayoutArg | MemoryFormatArg | DeviceArg)
+        isinstance(argument, (DtypeArg, LayoutArg, MemoryFormatArg, DeviceArg))
         and argument.name is not None
         and not WORD_PATTERN.fullmatch(argument.name)
     ):
