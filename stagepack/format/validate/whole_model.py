@@ -182,16 +182,16 @@ def _check_calls(model: _WholeModel) -> Iterator[_BrokenStageRule]:
 
 def _check_order(model: _WholeModel) -> Iterator[_BrokenStageRule]:
     """Yield what depends on the order of nodes, and runs in another order than in the whole model: draws, and uses of written memory."""
-    graph = _joined(model)
     last_stage = 0
-    for node_number in sorted(random_nodes(graph)):
+    for node_number in sorted(set(_random_positions(model))):
         stages = model.stages_of[node_number]
         if len(stages) > 1 or stages[0] < last_stage:
             message = "draws random numbers, and runs in several stages or before an earlier node of the whole model"
             yield "G19", stages[-1], f"the node at position {node_number} {message}"
         last_stage = max(last_stage, stages[-1])
-    if not may_write(graph):
+    if not any(map(may_write, model.graphs)):
         return
+    graph = _joined(model)
     classes = alias_classes(graph)
     touched_values = [[*input_names(node), *output_names(node)] for node in graph.nodes]
     positions = {value_name: number for number, node in enumerate(graph.nodes) for value_name in output_names(node)}
@@ -204,6 +204,13 @@ def _check_order(model: _WholeModel) -> Iterator[_BrokenStageRule]:
         if len(stages) > 1 and not is_local:
             message = f"is written, and the nodes that touch its memory are in the stages {stages[:9]}"
             yield "G18", stages[-1], f"{group.name[:80]!r} {message}"
+
+
+def _random_positions(model: _WholeModel) -> Iterator[int]:
+    """Yield the positions of the nodes that draw random numbers, with repeats."""
+    for stage, graph in zip(model.entry_point.stages, model.graphs, strict=True):
+        positions = stage.node_numbers
+        yield from (positions[node_number] for node_number in random_nodes(graph))
 
 
 def _has_all(
