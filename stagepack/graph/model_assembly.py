@@ -56,10 +56,10 @@ def join_consecutive(
 
     The result is the graph, and the position of each node in the whole model, -1 for an added one.
     """
-    placed = _placed_nodes(entry_point, numbers, graphs)
+    placed, copied_positions = _placed_nodes(entry_point, numbers, graphs)
     positions = {name: node.position for node in placed for name in output_names(node.node) if node.position >= 0}
     received = {edge.name for edge in inputs}
-    nodes = _in_running_order(placed, positions, received)
+    nodes = _in_running_order(placed, copied_positions, positions, received)
     weights: dict[str, Weight] = {}
     for weight in (weight for graph in graphs for weight in graph.weights):
         if weights.setdefault(weight.value, weight) != weight:
@@ -90,13 +90,17 @@ class _PlacedNode(NamedTuple):
     position: int  # in the whole model; -1 for a node that a cut added
     graph: Graph
     node: Node
-    is_copied: bool = False  # whether another one of the stages computes it, too
 
 
-def _placed_nodes(entry_point: EntryPoint, numbers: range, graphs: Sequence[Graph]) -> list[_PlacedNode]:
-    """The nodes of some stages, in the order in which the stages run them, each node of the whole model once."""
+def _placed_nodes(
+    entry_point: EntryPoint, numbers: range, graphs: Sequence[Graph]
+) -> tuple[list[_PlacedNode], set[int]]:
+    """The nodes of some stages, in the order in which the stages run them, each node of the whole model once.
+
+    The positions of the nodes that several of the stages compute come with them.
+    """
     placed: list[_PlacedNode] = []
-    index_of: dict[int, int] = {}
+    seen_positions, copied_positions = set[int](), set[int]()
     for stage_number, graph in zip(numbers, graphs, strict=True):
         entry = entry_point.stages[stage_number]
         if len(graph.nodes) > entry.added and not entry.places:
@@ -104,18 +108,20 @@ def _placed_nodes(entry_point: EntryPoint, numbers: range, graphs: Sequence[Grap
                 "the bundle does not record the positions of its nodes in the whole model: export the model again"
             )
         for position, node in zip(entry.node_numbers, graph.nodes, strict=True):
-            if position in index_of:
-                index = index_of[position]
-                placed[index] = placed[index]._replace(is_copied=True)
+            if position in seen_positions:
+                copied_positions.add(position)
                 continue
             if position >= 0:
-                index_of[position] = len(placed)
+                seen_positions.add(position)
             placed.append(_PlacedNode(stage_number, position, graph, node))
-    return placed
+    return placed, copied_positions
 
 
 def _in_running_order(
-    placed: Sequence[_PlacedNode], positions: Mapping[str, int], received: AbstractSet[str]
+    placed: Sequence[_PlacedNode],
+    copied_positions: AbstractSet[int],
+    positions: Mapping[str, int],
+    received: AbstractSet[str],
 ) -> list[_PlacedNode]:
     """Nodes in the order of the whole model, with a node that reads a size behind the one that defines its tensor.
 
@@ -136,7 +142,7 @@ def _in_running_order(
     if _defines_before_use(in_model):
         return in_model
     in_stages = list(_without_repeated_sizes(sorted(placed, key=place_in_stages), received))
-    if any(node.is_copied and node.graph.ops[node.node.op].mutates for node in placed):
+    if any(node.position in copied_positions and node.graph.ops[node.node.op].mutates for node in placed):
         reason = "write memory which they compute again"
     elif not _defines_before_use(in_stages):
         reason = "compute values again before their sizes are known"

@@ -6,6 +6,7 @@ iterations of a loop over functions. A run that is impure is not a function of i
 """
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,11 @@ def _module_spans(graph: Graph) -> set[_Span]:
     # The modules around the current node, the outermost first, with the first node of each run.
     enclosing: list[tuple[str, int]] = []
     paths = [_module_path(scope.path) for scope in graph.scopes]
-    for node_number in range(len(graph.nodes) + 1):
-        path = paths[graph.nodes[node_number].scope] if node_number < len(graph.nodes) else []
+    scopes = [None, *(node.scope for node in graph.nodes), None]
+    for node_number, (before, scope) in enumerate(itertools.pairwise(scopes)):
+        if scope == before:
+            continue
+        path = [] if scope is None else paths[scope]
         common = 0
         while common < min(len(path), len(enclosing)) and enclosing[common][0] == path[common]:
             common += 1
