@@ -104,6 +104,7 @@ def test_a_joined_stage_has_the_graph_of_a_cut_into_fewer_stages(
         assert graph.nodes[added:] == expected.nodes[added:]
         assert structs.replace(graph, nodes=()) == structs.replace(expected, nodes=())
         assert functions_of(joined, number) == functions_of(coarse, number)
+        assert folded_functions(*joined.graph_file(number)) == joined.graph_file(number).folded
     for stage, other in zip(joined.stages, coarse.stages, strict=True):
         assert (stage.inputs, stage.outputs, set(stage.state)) == (other.inputs, other.outputs, set(other.state))
         assert stage.weight_bytes <= other.weight_bytes < stage.weight_bytes + 2000  # headers of shared files

@@ -201,7 +201,9 @@ def read_parts(bundle: Bundle, stage_number: int, loading: Loading) -> StagePart
         stored_graph = graph if stored is bundle else stored.graph_file(number, module_calls=module_calls).graph
         _check_stored_graph(stored, number, stored_graph, loading)
     operators = _operators(graph, loading, bundle.stages[stage_number].graph)
-    return StageParts(folded_functions(folded, graph), graph, operators)
+    # The regions of joined stages are runs of nodes that were compared, and no texts of a file.
+    is_outlined = len(bundle.stored_stages(stage_number)) > 1
+    return StageParts(folded if is_outlined else folded_functions(folded, graph), graph, operators)
 
 
 def _operators(graph: Graph, loading: Loading, graph_name: str) -> list[Callable[..., Any]]:
