@@ -31,7 +31,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -41,10 +40,10 @@ import numpy
 
 from stagepack.errors import DigestError, Problem
 from stagepack_loaders.elements import Array
+from stagepack_loaders.mounts import is_of_kind
 
 # File systems whose files only change through this kernel. Other machines change the files of network file systems.
 _FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs"})
-_MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
 # Constants of <fcntl.h> and <sys/mman.h> that the modules fcntl and mmap lack.
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0
 _MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED, _MADV_POPULATE_READ = 0x10, 1, 2, 22
@@ -255,19 +254,6 @@ def _after_fork_in_child() -> None:
         _lock.release()
     # The parent was told of these.
     _detach_broken()
-
-
-def is_of_kind(device: int, kinds: AbstractSet[str]) -> bool:
-    """Whether a device has a file system of some kinds, and is not an image that a file holds. False where the kernel does not tell."""
-    device_name = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        if Path(f"/sys/dev/block/{device_name}/loop").exists():
-            return False
-        mounts = [line.split() for line in _MOUNTS_PATH.read_text().splitlines()]
-    except OSError:
-        return False
-    mounted_kinds = {fields[fields.index("-") + 1] for fields in mounts if fields[2] == device_name and "-" in fields}
-    return bool(mounted_kinds) and mounted_kinds <= kinds
 
 
 def written_pages(address: int, byte_count: int) -> Array:

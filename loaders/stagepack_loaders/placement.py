@@ -73,7 +73,7 @@ def place_bundle(
     else:
         devices = list(options.devices)
         parts = place_stages(bundle.entry_point, range(len(devices)))
-        processes = place_stages(bundle.entry_point, range(process_count or 1))
+        processes = [] if process_count is None else place_stages(bundle.entry_point, range(process_count))
     if process_count is None:
         processes = [0] * stage_count
     # The number of a stage that is not joined is a key of its own.

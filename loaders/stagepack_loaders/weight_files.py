@@ -31,11 +31,11 @@ from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import (
     can_populate,
     has_lease,
-    is_of_kind,
     map_with_lease,
     new_memory,
     populate,
 )
+from stagepack_loaders.mounts import devices_asked_once, is_of_kind
 
 # Direct reads begin at a multiple of this in the file and in memory, and their length is one.
 DIRECT_ALIGNMENT: Final = 4096
@@ -104,7 +104,7 @@ def _read_files(
         copied: list[FileRead] = []
         mapped: list[FileRead] = []
         patched: list[FileRead] = []
-        with contextlib.ExitStack() as open_files:
+        with contextlib.ExitStack() as open_files, devices_asked_once():
             group = entries[group_start : group_start + FILE_GROUP]
             # Before leases take descriptors: a file that can have no lease is copied, but one that cannot be opened is an error.
             for read in [bundle.open_read(open_files, entry.name) for entry in group]:

@@ -15,7 +15,7 @@ import stagepack
 from stagepack.errors import DigestError
 from stagepack_loaders import weight_files
 from stagepack_loaders.base import Loading
-from stagepack_loaders.file_leases import is_of_kind
+from stagepack_loaders.mounts import is_of_kind
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.weight_files import open_weight_files
 
