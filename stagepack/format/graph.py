@@ -95,7 +95,7 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
         return math.prod(self.shape) * ITEM_SIZE.get(self.dtype, 1) if self.zeros else 0
 
 
-class ValueArg(Struct, frozen=True, array_like=True, tag="value"):
+class ValueArg(Struct, frozen=True, array_like=True, tag="value", gc=False):
     """A value that an input, a weight or an earlier node defines."""
 
     name: str
@@ -127,38 +127,38 @@ class SliceArg(Struct, frozen=True, array_like=True, tag="slice", gc=False):
     step: "Argument"
 
 
-class ComplexArg(Struct, frozen=True, array_like=True, tag="complex"):
+class ComplexArg(Struct, frozen=True, array_like=True, tag="complex", gc=False):
     """A complex number."""
 
     real: float
     imag: float
 
 
-class DtypeArg(Struct, frozen=True, array_like=True, tag="dtype"):
+class DtypeArg(Struct, frozen=True, array_like=True, tag="dtype", gc=False):
     """A torch dtype by name, such as ``float32``."""
 
     name: str
 
 
-class DeviceArg(Struct, frozen=True, array_like=True, tag="device"):
+class DeviceArg(Struct, frozen=True, array_like=True, tag="device", gc=False):
     """A device: None for the device of the stage, or a device type such as ``cpu`` that the model itself names."""
 
     name: str | None
 
 
-class LayoutArg(Struct, frozen=True, array_like=True, tag="layout"):
+class LayoutArg(Struct, frozen=True, array_like=True, tag="layout", gc=False):
     """A torch layout by name, such as ``strided``."""
 
     name: str
 
 
-class MemoryFormatArg(Struct, frozen=True, array_like=True, tag="memory_format"):
+class MemoryFormatArg(Struct, frozen=True, array_like=True, tag="memory_format", gc=False):
     """A torch memory format by name, such as ``channels_last``."""
 
     name: str
 
 
-class SubgraphArg(Struct, frozen=True, array_like=True, tag="subgraph"):
+class SubgraphArg(Struct, frozen=True, array_like=True, tag="subgraph", gc=False):
     """A subgraph of the same graph, by its index."""
 
     index: Int64
@@ -184,7 +184,7 @@ Argument = (
 )
 
 
-class Op(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An operator that nodes call.
 
     Attributes:
@@ -205,7 +205,7 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True):
     random: bool = False
 
 
-class Scope(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Scope(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The module that a node came from.
 
     Attributes:
@@ -247,7 +247,7 @@ class Context(Struct, frozen=True, kw_only=True, omit_defaults=True):
     autocast: Autocast | None = None
 
 
-class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The cost of a node at the sizes of the example.
 
     Attributes:
