@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from stagepack.errors import AdapterError
 from stagepack.format.graph import Weight
-from stagepack.format.name_prefixes import name_prefixes
+from stagepack.format.name_prefixes import placements
 from stagepack.format.reader import Bundle
 
 _SHOWN = 5
@@ -26,19 +26,7 @@ def place_names(names: Collection[str], weights: Mapping[str, Weight], source: s
 
     source: the adapter, for messages.
     """
-    candidates = {name: name for name in names}
-    if all(name in weights for name in names):
-        return candidates
-    added = [{name: prefix + name for name in names} for prefix in name_prefixes(weights, set(names))]
-    removed = [
-        {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-        for prefix in name_prefixes(names, weights.keys())
-    ]
-    placed = [
-        found
-        for found in (*added, *removed)
-        if len(found) == len(names) and all(name in weights for name in found.values())
-    ]
+    placed = placements(names, weights)
     if len(placed) == 1:
         return placed[0]
     if placed:
