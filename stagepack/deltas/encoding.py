@@ -82,6 +82,12 @@ class FileVersions:
         return 0 if self.old_entry is None else self.old_entry.size
 
 
+def data_file_name(file_name: str, index: int) -> str:
+    """Return the name of the data file of a changed file. `index` numbers the changed files of a delta."""
+    data_name = f"{file_name}{_DATA_SUFFIX}"
+    return data_name if FILE_NAME_PATTERN.fullmatch(data_name) else f"{index}{_DATA_SUFFIX}"
+
+
 class ChunkChanges(NamedTuple):
     """What differs in one chunk of a file: its parts with their frames, the changed tensors, and the digest of the new bytes."""
 
@@ -108,10 +114,12 @@ class EncodedFile:
 
     def write(self, writer: BundleWriter, index: int) -> ChangedFile:
         """Write the data file; return the entry of the changed file. `index` numbers those of a delta."""
-        data_name = f"{self._versions.name}{_DATA_SUFFIX}"
-        if not FILE_NAME_PATTERN.fullmatch(data_name):
-            data_name = f"{index}{_DATA_SUFFIX}"
+        data_name = data_file_name(self._versions.name, index)
         writer.write_file(data_name, self.frames())
+        return self.changed_file(data_name)
+
+    def changed_file(self, data_name: str) -> ChangedFile:
+        """Return the entry of the changed file, once all frames are written."""
         return ChangedFile(
             name=self._versions.name, data=data_name, parts=tuple(self.parts), tensors=tuple(self.tensors)
         )

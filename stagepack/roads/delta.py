@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -33,13 +34,15 @@ from stagepack.roads.stored_bundle import check_is_written
 if TYPE_CHECKING:
     import torch
 
+    from stagepack.roads.distributed_weights import DistributedWeights
+
 _WEIGHT_SUFFIX: Final = ".safetensors"
 
 
 @errors_name_bundle
 def write_delta(
     bundle: BundleSource,
-    new: BundleSource | Mapping[str, "torch.Tensor"],
+    new: "BundleSource | Mapping[str, torch.Tensor] | DistributedWeights",
     *,
     out: str | os.PathLike[str],
     version: str = "",
@@ -54,11 +57,14 @@ def write_delta(
     Args:
         bundle: the bundle that the delta is applied to: its folder, its URL, or an opened bundle.
         new: the bundle that the delta makes of it. Or other weights for its graphs: tensors by name, as ``state_dict()`` has them, or the
-            path of a checkpoint: a file or folder of safetensors or of torch, of ``torch.distributed.checkpoint``, or of transformers.
-            Names, shapes and dtypes are compared. The bundle that the delta makes is not written; it has neither the recorded example
-            nor ONNX files, which belong to the old weights.
+            path of a checkpoint: a file or folder of safetensors or of torch, of ``torch.distributed.checkpoint``, or of transformers;
+            or the folder of a delta that Slime or ModelExpress has published, on the version of `bundle`. Or what `stagepack.train`
+            returned: all its processes call this, each writes what changes in the weights that it has, and all must reach `out` by
+            its path. Names, shapes and dtypes are compared. The bundle that the delta makes is not written; it has neither the
+            recorded example nor ONNX files, which belong to the old weights.
         out: the folder to write.
-        version: a name of the new version, such as the step of its trainer, of up to 256 characters.
+        version: a name of the new version, such as the step of its trainer, of up to 256 characters; by default the one that a published
+            delta states.
         overwrite: replace a delta at `out`.
 
     Returns:
@@ -70,14 +76,22 @@ def write_delta(
         CaptureError: the weights do not fit the graphs.
         OutputExistsError: `out` exists, and `overwrite` is not given, or it is no delta.
         WriteError: the delta cannot be written.
+        GroupError: another process of a training failed; the message has its error.
+        StageLostError: another process of a training is gone.
 
     Examples:
         >>> stagepack.delta("step-11.stagepack", "step-12.stagepack", out="step-12.delta", version="12")
     """
     check_version_name(version)
     old_bundle = opened(bundle)
+    open_writer = partial(BundleWriter, out, overwrite=overwrite, kind=DELTA)
+    if hasattr(new, "own_weights"):
+        from stagepack.roads.training_delta import write_training_changes  # noqa: PLC0415 - torch, which two bundles do not need
+
+        write_training_changes(old_bundle, new, open_writer, partial(_finish, base=old_bundle, version=version))
+        return Delta(out)
     signature: bytes | None = None
-    with BundleWriter(out, overwrite=overwrite, kind=DELTA) as writer:
+    with open_writer() as writer:
         if isinstance(new, Bundle) or _is_bundle_path(new):
             new_bundle = opened(new)
             result, signature = _stored_manifest(new_bundle)
@@ -85,18 +99,33 @@ def write_delta(
         else:
             from stagepack.roads.weights_delta import write_weight_changes  # noqa: PLC0415 - torch, which two bundles do not need
 
-            version_of_weights = write_weight_changes(writer, old_bundle, new)
-            result, changed = version_of_weights.manifest, version_of_weights.changed
-        result_digest = stated_and_actual_digest(result)[1]
-        if result_digest == old_bundle.digest:
-            raise OptionError(
-                f"{old_bundle.location}: the new version is the same bundle, {result_digest}: there is nothing to write"
-            )
-        writer.write_file(RESULT_NAME, [result])
-        if signature is not None:
-            writer.write_file(RESULT_SIGNATURE_NAME, [signature])
-        writer.finish(_delta_document(old_bundle.digest, result_digest, version, changed))
+            next_version = write_weight_changes(writer, old_bundle, new)
+            result, changed = next_version.manifest, next_version.changed
+            version = version or next_version.name
+        _finish(writer, result, changed, base=old_bundle, version=version, signature=signature)
     return Delta(out)
+
+
+def _finish(
+    writer: BundleWriter,
+    result: bytes,
+    changed: Sequence[ChangedFile],
+    *,
+    base: Bundle,
+    version: str,
+    signature: bytes | None = None,
+) -> None:
+    """Write the manifest of the result and the document, and put the delta in place."""
+    check_version_name(version)
+    result_digest = stated_and_actual_digest(result)[1]
+    if result_digest == base.digest:
+        raise OptionError(
+            f"{base.location}: the new version is the same bundle, {result_digest}: there is nothing to write"
+        )
+    writer.write_file(RESULT_NAME, [result])
+    if signature is not None:
+        writer.write_file(RESULT_SIGNATURE_NAME, [signature])
+    writer.finish(_delta_document(base.digest, result_digest, version, changed))
 
 
 def _is_bundle_path(new: str | os.PathLike[str] | Mapping[str, Any]) -> TypeGuard[str | os.PathLike[str]]:

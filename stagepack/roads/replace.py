@@ -59,11 +59,17 @@ _COMPUTING_SETTINGS: Final = frozenset(("modules", "is_normalized"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Other weights: their tensors by name, the names that a graph must have, and files such as ``config.json``."""
+    """Other weights: their tensors by name, the names that a graph must have, and files such as ``config.json``.
+
+    changes_some: weights that it does not have keep their values.
+    version: the name of the version, if it states one.
+    """
 
     tensors: Mapping[str, CheckpointTensor]
     required_names: Collection[str]
     files: Mapping[str, bytes]
+    changes_some: bool = False
+    version: str = ""
 
 
 @errors_name_bundle
@@ -123,12 +129,14 @@ class Replacements:
         weights: the weights of all graphs, by their first names.
         replacements: the new tensor of each stored tensor that is replaced, by stored name.
         files: new files such as ``config.json``.
+        version: the name of the new version, if the source states one.
     """
 
     source_name: str
     weights: Mapping[str, Weight]
     replacements: Mapping[str, CheckpointTensor]
     files: Mapping[str, bytes]
+    version: str
 
 
 def find_replacements(
@@ -144,10 +152,16 @@ def find_replacements(
         )
     source_name = "the given tensors" if isinstance(source, Mapping) else os.fspath(source)
     weights = _weights_by_name(bundle)
-    new_weights = _open_source(source, weights)
+    new_weights = _open_source(bundle, source, weights)
     _check_settings(bundle, new_weights.files, source_name)
     replacements = _replacements(bundle, weights, new_weights, source_name, needed_names)
-    return Replacements(source_name=source_name, weights=weights, replacements=replacements, files=new_weights.files)
+    return Replacements(
+        source_name=source_name,
+        weights=weights,
+        replacements=replacements,
+        files=new_weights.files,
+        version=new_weights.version,
+    )
 
 
 def _with_replacements(old_tensors: TensorSource, replacements: Mapping[str, CheckpointTensor]) -> TensorSource:
@@ -167,7 +181,9 @@ def _weights_by_name(bundle: Bundle) -> dict[str, Weight]:
     }
 
 
-def _open_source(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> _Source:
+def _open_source(
+    bundle: Bundle, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], weights: Mapping[str, Weight]
+) -> _Source:
     stated_weights = [weight.names for weight in weights.values() if weight.kind in ("parameter", "buffer")]
     if isinstance(source, Mapping):
         given = {name: _in_memory(name, tensor) for name, tensor in source.items()}
@@ -268,7 +284,7 @@ def _replacements(
         candidates = [weight_name for weight_name in weight.names if weight_name in source.tensors]
         if not candidates:
             is_needed = needed_names is None or not set(weight.names).isdisjoint(needed_names)
-            if is_needed and weight.kind in ("parameter", "buffer"):
+            if is_needed and not source.changes_some and weight.kind in ("parameter", "buffer"):
                 missing.append(weight.names[0])
             continue
         tensor = source.tensors[candidates[0]]

@@ -3,40 +3,20 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
 
-import torch
-import torch.distributed
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from stagepack.errors import GroupError, OptionError, WriteError
+from stagepack.errors import OptionError, WriteError
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import check_output_path
+from stagepack.roads.distributed_weights import DistributedWeights, in_all_processes, weight_names, write_weights
 from stagepack.roads.replace import replace_weights
 from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.registry import TORCH_RUNTIME
-
-
-class DistributedWeights(Protocol):
-    """The weights of a bundle in several processes, of which each holds a part; `stagepack.train` returns such."""
-
-    bundle: Bundle
-    allow_ops: tuple[str, ...]
-    rank: int
-    process_count: int
-    group: torch.distributed.ProcessGroup | None
-
-    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights that this process saves; all processes together save each once."""
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Return a context for what waits for the other processes, which names one that is lost."""
 
 
 def save(
@@ -84,14 +64,14 @@ def _save_training(training: DistributedWeights, out: str | os.PathLike[str], *,
         def make_folder() -> str:
             return "" if training.rank else str(stack.enter_context(_folder_beside(out, overwrite=overwrite)).path)
 
-        folder = Path(_in_all_processes(training, make_folder)[0])
+        folder = Path(in_all_processes(training, make_folder)[0])
         own_name = f"rank-{training.rank}.safetensors"
 
         def write_own_weights() -> str:
-            _write_weights(training.own_weights(), folder / own_name)
+            write_weights(training.own_weights(), folder / own_name)
             return own_name
 
-        file_names = _in_all_processes(training, write_own_weights)
+        file_names = in_all_processes(training, write_own_weights)
 
         def write_bundle() -> str:
             if not training.rank:
@@ -99,7 +79,7 @@ def _save_training(training: DistributedWeights, out: str | os.PathLike[str], *,
                 _replace_weights(training.bundle, folder, training.allow_ops, out=out, overwrite=overwrite)
             return ""
 
-        _in_all_processes(training, write_bundle)
+        in_all_processes(training, write_bundle)
 
 
 def _save_pipeline(pipeline: CallablePipeline, out: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -112,7 +92,7 @@ def _save_pipeline(pipeline: CallablePipeline, out: str | os.PathLike[str], *, o
     try:
         with _folder_beside(out, overwrite=overwrite) as temporary:
             weight_file = temporary.path / "weights.safetensors"
-            _write_weights(pipeline.state_dict().items(), weight_file)
+            write_weights(pipeline.state_dict().items(), weight_file)
             allow_ops = bundle_permissions(pipeline.bundle)
             _replace_weights(pipeline.bundle, weight_file, allow_ops, out=out, overwrite=overwrite)
     except (OSError, SafetensorError) as error:
@@ -128,45 +108,9 @@ def _replace_weights(
     bundle: Bundle, weights: Path, allow_ops: Collection[str], *, out: str | os.PathLike[str], overwrite: bool
 ) -> None:
     """Write a bundle with the weights of the trained entry point; those that only others use stay as they are."""
-    needed_names = {
-        weight_name
-        for stage_number in range(len(bundle.stages))
-        for weight in bundle.graph(stage_number).weights
-        for weight_name in weight.names
-    }
-    replace_weights(bundle, weights, out=out, allow_ops=allow_ops, overwrite=overwrite, needed_names=needed_names)
-
-
-def _in_all_processes(training: DistributedWeights, action: Callable[[], str]) -> list[str]:
-    """Do something in all processes at the same time."""
-    result = ""
-    error: Exception | None = None
-    try:
-        result = action()
-    except (OSError, SafetensorError) as own_error:
-        error = WriteError(f"cannot be written: {own_error}")
-    except Exception as own_error:  # noqa: BLE001 - the other processes wait for this one, whatever it is
-        error = own_error
-    outcomes: list[tuple[str, str | None]] = [("", None)] * training.process_count
-    with training.guarded():
-        torch.distributed.all_gather_object(outcomes, (result, None if error is None else str(error)), training.group)
-    if error is not None:
-        raise error
-    for rank, (_, message) in enumerate(outcomes):
-        if message is not None:
-            raise GroupError(f"process {rank} could not save its part: {message}")
-    return [own_result for own_result, _ in outcomes]
-
-
-def _write_weights(named_weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    weights: dict[str, torch.Tensor] = {}
-    known_storages: set[int] = set()
-    for weight_name, tensor in named_weights:
-        # The file has each tensor by itself: one whose memory another one has is copied.
-        storage = tensor.untyped_storage().data_ptr()
-        weights[weight_name] = tensor.clone() if storage in known_storages else tensor.contiguous()
-        known_storages.add(storage)
-    save_file(weights, path)
+    replace_weights(
+        bundle, weights, out=out, allow_ops=allow_ops, overwrite=overwrite, needed_names=weight_names(bundle)
+    )
 
 
 def _write_index(folder: Path, file_names: list[str]) -> None:

@@ -25,17 +25,24 @@ from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack.format.writer import BundleWriter
 from stagepack.linearize.weight_table import is_all_zeros
-from stagepack.roads.replace import find_replacements, octets
+from stagepack.roads.replace import Replacements, find_replacements, octets
 
 _KEPT_TENSORS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextVersion:
-    """What is written of the next version: the changed files, and its manifest."""
+    """What is written of the next version.
+
+    Attributes:
+        changed: the changed files.
+        manifest: its manifest.
+        name: its name, if the weights state one.
+    """
 
     changed: list[ChangedFile]
     manifest: bytes
+    name: str = ""
 
 
 def write_weight_changes(
@@ -43,24 +50,12 @@ def write_weight_changes(
 ) -> NextVersion:
     """Write the data files of the weight files that other weights change, file by file."""
     found = find_replacements(bundle, source)
-    for weight in found.weights.values():
-        tensor = found.replacements.get(weight.stored)
-        if weight.zeros and tensor is not None and not is_all_zeros(tensor.read().contiguous().cpu()):
-            raise CaptureError(
-                f"{found.source_name}: {weight.names[0]} is zeros in the graph, which stores none of its bytes, and is not any more: "
-                "export the next version (--graph-from), and make the delta of the two bundles"
-            )
-    weight_files = {
-        name for entry_point in bundle.entry_points for stage in entry_point.stages for name in stage.weights
-    }
-    left_out = _left_out_files(bundle.entry_points)
+    check_zeros(found)
     changed: list[ChangedFile] = []
     entries: list[File] = []
-    for entry in sorted(bundle.listed, key=lambda entry: entry.name.lower()):
-        if entry.name in left_out:
-            continue
+    for entry in kept_files(bundle):
         with contextlib.ExitStack() as open_files:
-            versions = _versions(bundle, entry, found.replacements, found.files, weight_files, open_files)
+            versions = file_versions(bundle, entry, found, open_files)
             if versions is None:
                 entries.append(entry)
                 continue
@@ -71,6 +66,29 @@ def write_weight_changes(
             writer.discard_file(changed_file.data)
         else:
             changed.append(changed_file)
+    return NextVersion(changed=changed, manifest=next_manifest(bundle, entries), name=found.version)
+
+
+def check_zeros(found: Replacements) -> None:
+    """Refuse new weights that are not zeros for weights that are: no file has their bytes."""
+    for weight in found.weights.values():
+        tensor = found.replacements.get(weight.stored)
+        if weight.zeros and tensor is not None and not is_all_zeros(tensor.read().contiguous().cpu()):
+            raise CaptureError(
+                f"{found.source_name}: {weight.names[0]} is zeros in the graph, which stores none of its bytes, and is not any more: "
+                "export the next version (--graph-from), and make the delta of the two bundles"
+            )
+
+
+def kept_files(bundle: Bundle) -> list[File]:
+    """Return the files of a bundle that its next version has too, in the order in which a delta lists them."""
+    left_out = _left_out_files(bundle.entry_points)
+    kept = (entry for entry in bundle.listed if entry.name not in left_out)
+    return sorted(kept, key=lambda entry: entry.name.lower())
+
+
+def next_manifest(bundle: Bundle, entries: Iterable[File]) -> bytes:
+    """Return the manifest of the next version, which has some files."""
     manifest = replace(
         bundle.manifest,
         entry_points=tuple(map(_without_answers, bundle.entry_points)),
@@ -78,20 +96,20 @@ def write_weight_changes(
     )
     content = encode_manifest(manifest)
     parse_manifest(content, bundle.location)
-    return NextVersion(changed=changed, manifest=content)
+    return content
 
 
-def _versions(
-    bundle: Bundle,
-    entry: File,
-    replacements: Mapping[str, CheckpointTensor],
-    files: Mapping[str, bytes],
-    weight_files: Iterable[str],
-    open_files: contextlib.ExitStack,
+def weight_file_names(bundle: Bundle) -> set[str]:
+    """Return the names of the weight files."""
+    return {name for entry_point in bundle.entry_points for stage in entry_point.stages for name in stage.weights}
+
+
+def file_versions(
+    bundle: Bundle, entry: File, found: Replacements, open_files: contextlib.ExitStack
 ) -> FileVersions | None:
-    """Both versions of a file; None if it stays as it is."""
-    if entry.name in files:
-        content = memoryview(files[entry.name])
+    """Return both versions of a file; None if it stays as it is."""
+    if entry.name in found.files:
+        content = memoryview(found.files[entry.name])
         return FileVersions(
             name=entry.name,
             size=len(content),
@@ -100,12 +118,12 @@ def _versions(
             old_entry=entry,
             read_old=bundle.open_read(open_files, entry.name).fill,
         )
-    if entry.name not in weight_files:
+    if entry.name not in weight_file_names(bundle):
         return None
     bundle.fetch([entry.name])
     [(_, tensors)] = bundle.read_headers([entry.name])
     read_old = bundle.open_read(open_files, entry.name).fill
-    replaced = [(tensor, replacements[name]) for name, tensor in tensors.items() if name in replacements]
+    replaced = [(tensor, found.replacements[name]) for name, tensor in tensors.items() if name in found.replacements]
     return FileVersions(
         name=entry.name,
         size=entry.size,

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import os
 import re
-import resource
 import signal
 import sys
 import threading
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 import stagepack
-from stagepack.errors import GroupError, InputError, OptionError, StageLostError, StagepackError, WriteError
+from stagepack.errors import InputError, OptionError, StageLostError, StagepackError
 from stagepack_train import process_watch, start, torch_meeting
 from stagepack_train.training import Training
 from tests.train.batches import MICROBATCHES, loss_of, new_optimizer, read_batch
@@ -44,6 +43,7 @@ from tests.train.models import (
     assert_step,
     cut,
 )
+from tests.train.written_weights import refuse_deltas, ship_steps, write_on_a_full_disk
 
 KILL_STEP = 7
 CHECKPOINT_STEPS = 3
@@ -125,7 +125,8 @@ def make_mistakes(folder_name: str, run: str) -> None:
     """Do what users do by mistake."""
     training = open_run(Path(folder_name), run)
     give_different_batches(training)
-    save_on_a_full_disk(training, Path(folder_name) / "full")
+    full = Path(folder_name) / "full"
+    write_on_a_full_disk(training, full, lambda: stagepack.save(training, out=full / "m.stagepack"))
     freeze_one_copy(training)
     training.close()
 
@@ -138,21 +139,14 @@ def give_different_batches(training: Training) -> None:
         training.step(ids if training.rank else ids.flip(0), *further_args, target=target)
 
 
-def save_on_a_full_disk(training: Training, folder: Path) -> None:
-    """Save where one process cannot write: each says so, and nothing is left."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if training.rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    error_class, message = (
-        (WriteError, "cannot be written") if training.rank else (GroupError, "process 1 could not save")
-    )
-    try:
-        with pytest.raises(error_class, match=message):
-            stagepack.save(training, out=folder / "m.stagepack")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    torch.distributed.barrier()
-    assert training.rank or not list(folder.iterdir())
+def write_deltas(folder_name: str, run: str) -> None:
+    """Ship steps as deltas, and ask for some that cannot be."""
+    folder, [model_name, _, schedule, microbatches] = Path(folder_name), run.split(":")
+    options = {"microbatches": int(microbatches), "schedule": schedule}
+    training = stagepack.train(folder / "own.stagepack", MODELS[model_name].loss, **options)
+    ship_steps(folder, training, model_name)
+    refuse_deltas(folder, training, model_name)
+    training.close()
 
 
 def freeze_one_copy(training: Training) -> None:
@@ -373,6 +367,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "gradients": write_gradients,
     "steps": train_steps,
     "mistakes": make_mistakes,
+    "deltas": write_deltas,
     "branches": compare_branches,
     "architecture": train_architecture,
     "resume": resume,
@@ -381,7 +376,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "memory": measure_memory,
 }
 # In a group that is there before, and destroyed afterwards.
-_WITH_OWN_GROUP = ("steps", "mistakes", "branches", "architecture")
+_WITH_OWN_GROUP = ("steps", "mistakes", "deltas", "branches", "architecture")
 
 
 def main() -> None:
