@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stagepack.roads.apply_deltas import apply_deltas as apply_deltas
     from stagepack.roads.assets import add_assets as add_assets
     from stagepack.roads.assets import remove_assets as remove_assets
+    from stagepack.roads.checkpoint_delta import write_checkpoint_delta as write_checkpoint_delta
     from stagepack.roads.delta import write_delta as delta
     from stagepack.roads.export import export as export
     from stagepack.roads.merge import merge_adapter as merge_adapter
@@ -78,6 +79,7 @@ _HOMES = {
     "split_here": ("stagepack.capture.split_marker", "split_here"),
     "verify": ("stagepack.opening", "verify_bundle"),
     "write_adapter": ("stagepack.adapter.write", "write_adapter"),
+    "write_checkpoint_delta": ("stagepack.roads.checkpoint_delta", "write_checkpoint_delta"),
 }
 
 # Public modules. `ray` is not in `__all__`: its package is rarely installed, and completion of names would raise for it.
@@ -118,6 +120,7 @@ __all__ = [
     "train",
     "verify",
     "write_adapter",
+    "write_checkpoint_delta",
 ]
 
 

@@ -29,6 +29,7 @@ from stagepack.linearize.program_tensors import dtype_name
 from stagepack.linearize.weight_table import is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, opened
 from stagepack.roads.bundle_builder import BundleBuilder
+from stagepack.roads.checkpoint_delta import open_checkpoint_delta
 from stagepack.roads.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_points
 
 # Fields of a configuration that change no answer, or only by weights and buffers, which come from the new model.
@@ -190,6 +191,15 @@ def _open_source(
         tensors = tensors_by_weight_name(given, stated_weights, "the given tensors")
         return _Source(tensors=tensors, required_names=tensors.keys(), files={})
     path = Path(source)
+    if (changes := open_checkpoint_delta(path)) is not None:
+        tensors = changes.new_weights(bundle)
+        return _Source(
+            tensors=tensors,
+            required_names=tensors.keys(),
+            files={},
+            changes_some=True,
+            version=str(changes.metadata.version),
+        )
     is_pretrained = is_model_folder(path) or read_adapter(os.fspath(source)) is not None
     if path.is_file() or (path.is_dir() and not is_pretrained):
         tensors = tensors_by_weight_name(read_checkpoint(path), stated_weights, os.fspath(source))
