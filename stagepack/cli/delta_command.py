@@ -37,8 +37,9 @@ def command(options: _Options) -> None:
     """Write what differs between a bundle and its next version.
 
     OLD is a bundle. NEW is a bundle of the same model, or its new weights: a checkpoint of safetensors or of torch, a folder of a
-    distributed checkpoint, or a Hugging Face folder, for which torch is needed. Files and chunks of equal digests are not read. Of each
-    changed tensor the smallest of three codes is stored: the changed elements, the differences of all elements, or the new ones.
+    distributed checkpoint, a Hugging Face folder, or a delta that Slime or ModelExpress has published, for which torch is needed.
+    Files and chunks of equal digests are not read. Of each changed tensor the smallest of three codes is stored: the changed elements,
+    the differences of all elements, or the new ones.
 
     'stagepack apply' makes the new bundle of OLD and the delta, and 'load --delta' loads it without writing it.
     """

@@ -154,7 +154,7 @@ def train(bundle: Path, folder: Path, server: Server, steps: int) -> list[float]
         base = stagepack.open(bundle, deltas=deltas)
         check(server, version, model, tokens)
         if (step + 1) % _SHOWN_STEPS == 0:
-            print(f"{version}: mean reward {rewards[-1]:.2f}")
+            print(f"{version}: mean reward {rewards[-1]:.1f}")
     return rewards
 
 
@@ -173,11 +173,11 @@ def main() -> None:
     parser.add_argument("bundle", type=Path, help="bundle that the server runs")
     parser.add_argument("folder", type=Path, help="its --update-folder")
     parser.add_argument("--address", default="127.0.0.1:8000", help="of its REST endpoint")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=48)
     options = parser.parse_args()
     rewards = train(options.bundle, options.folder, Server(options.address, options.bundle.stem), options.steps)
     print(
-        f"{options.steps} steps, each answered by its own weights, bit for bit: mean reward {rewards[0]:.2f} to {rewards[-1]:.2f}"
+        f"{options.steps} steps, each answered by its own weights, bit for bit: mean reward {rewards[0]:.1f} to {rewards[-1]:.1f}"
     )
 
 

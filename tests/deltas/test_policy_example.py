@@ -1,5 +1,8 @@
 """The example that learns by rewards, against a server of two processes that takes each of its steps as a delta."""
 
+import inspect
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -37,3 +40,9 @@ def test_each_step_is_answered_by_its_own_weights_and_rewards_rise(
     assert sum(rewards[-3:]) / 3 > 0.7
     assert [path.name for path in sorted(folder.glob("*.stagepack"))] == [f"step-{policy.CHAIN - 1}.stagepack"]
     assert capsys.readouterr().out.startswith("step-7: mean reward 0.")
+
+
+def test_the_loop_of_the_page_is_that_of_the_example() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "ship-each-step.md").read_text()
+    [shown] = re.findall(r"<!-- not run: a part of stagepack.examples.policy -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert textwrap.indent(shown, " " * 8) in inspect.getsource(policy.train)
