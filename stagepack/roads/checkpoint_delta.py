@@ -120,7 +120,7 @@ def open_checkpoint_delta(path: str | os.PathLike[str]) -> CheckpointDelta | Non
     """
     folder = Path(path)
     metadata = None
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.DecodeError):
         metadata = msgspec.json.decode((folder / INDEX_NAME).read_bytes(), type=dict[str, Any]).get("metadata")
     if not isinstance(metadata, dict) or "delta_encoding" not in metadata:
         return None

@@ -30,7 +30,10 @@ def part_parser() -> FuzzedParser:
     """Frames of a part: a JSON list of the code, the width, the count, the number of elements, and the frames in hexadecimal."""
 
     def read(content: bytes) -> None:
-        code, width, count, elements, texts = json.loads(content)
+        try:
+            code, width, count, elements, texts = json.loads(encode(json.loads(content)))
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise FormatError([]) from error  # of the list, not of the frames
         frames = [memoryview(bytes.fromhex(text)) for text in texts]
         try:
             if code == "sparse":

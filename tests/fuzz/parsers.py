@@ -25,6 +25,8 @@ PARSER_MODULES: Final[Mapping[str, str]] = {
     "onnx": "file_parsers",
     "delta": "delta_parsers",
     "part": "delta_parsers",
+    "published": "checkpoint_delta_parsers",
+    "frame": "checkpoint_delta_parsers",
     "rest": "request_parsers",
     "grpc": "request_parsers",
 }
