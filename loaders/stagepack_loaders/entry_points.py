@@ -1,6 +1,7 @@
 """Load the entry points of a bundle together, so that they share weights and state."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy as copy_of
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -12,9 +13,12 @@ from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_
 from stagepack_loaders.base import SharedObjects
 from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.decoders import ENCODER_NAME, generating_entry_point
+from stagepack_loaders.joint_versions import join_versions
 from stagepack_loaders.local_pipeline import Pipeline, load_pipeline
 from stagepack_loaders.options import DEFAULT_RUNTIME, Compile, LoadOptions, Verify, device_list
 from stagepack_loaders.preparation import open_for_loading
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.update_sources import WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +29,74 @@ if TYPE_CHECKING:
 class EntryPointPipelines(Mapping[str, Pipeline]):
     """The entry points of a bundle as pipelines, by name: ``pipelines.encode(x)`` or ``pipelines["encode"](x)``.
 
-    Attributes:
-        bundle: the bundle.
+    All of them have the weights of one version; an update, of one or of all, is an update of all.
     """
 
-    def __init__(self, bundle: Bundle, pipelines: Mapping[str, Pipeline]) -> None:
-        self.bundle = bundle
+    def __init__(self, pipelines: Mapping[str, Pipeline]) -> None:
         self._pipelines = dict(pipelines)
+
+    @property
+    def bundle(self) -> Bundle:
+        """The bundle of the newest version."""
+        bundle = copy_of(self._any.bundle.stored)
+        bundle.selected = bundle.entry_points[0] if len(bundle.entry_points) == 1 else None
+        return bundle
+
+    @property
+    def version(self) -> str:
+        """The name of the version of the weights that calls to come run on; see `CallablePipeline.version`."""
+        return self._any.version
+
+    @property
+    def _any(self) -> Pipeline:
+        return next(iter(self._pipelines.values()))
+
+    def update(
+        self,
+        source: WeightSource,
+        *,
+        version: str | None = None,
+        keep_previous: bool = False,
+        require_signature: TrustedSigners | None = None,
+    ) -> UpdateReport:
+        """Take the weights of another bundle, or of deltas on the one that runs, while calls go on; see `CallablePipeline.update`.
+
+        All entry points switch between the same two calls. Weights that they share are read once.
+
+        Args:
+            source: see `CallablePipeline.update`.
+            version: see `CallablePipeline.update`.
+            keep_previous: see `CallablePipeline.update`.
+            require_signature: see `CallablePipeline.update`.
+
+        Returns:
+            The names of the versions, and how long each part took.
+
+        Raises:
+            UpdateError, StagepackError: see `CallablePipeline.update`; all entry points go on with the version that runs.
+
+        Examples:
+            >>> translator = stagepack.load_entry_points("step-1.stagepack")
+            >>> translator.update("step-2.delta", version="step 2").version
+            'step 2'
+        """
+        return self._any.update(
+            source, version=version, keep_previous=keep_previous, require_signature=require_signature
+        )
+
+    def rollback(self, *, keep_previous: bool = False) -> UpdateReport:
+        """Go back to the version before the last update; see `CallablePipeline.rollback`.
+
+        Args:
+            keep_previous: see `CallablePipeline.rollback`.
+
+        Returns:
+            The names of the versions, and how long each part took.
+
+        Raises:
+            UpdateError: see `CallablePipeline.rollback`.
+        """
+        return self._any.rollback(keep_previous=keep_previous)
 
     def __repr__(self) -> str:
         """The bundle, and the names of the entry points."""
@@ -155,7 +220,10 @@ def load_entry_points(
     options_of_name = {
         name: structs.replace(options, devices=device_list(devices_of_name.get(name), device)) for name in names
     }
-    return load_each_entry_point(opened_bundle, options_of_name, types, limits)
+    pipelines = load_each_entry_point(opened_bundle, options_of_name, types, limits)
+    for pipeline in pipelines.values():
+        pipeline.trusted_signers = require_signature
+    return pipelines
 
 
 def load_each_entry_point(
@@ -167,6 +235,5 @@ def load_each_entry_point(
         selected = bundle.select(name)
         with named_errors(selected.location):
             pipelines[name] = pipeline = load_pipeline(selected, options_of_name, types, limits, shared)
-        if len(options) > 1:
-            pipeline.executor.versions.refusal = "its entry points share weights: load the bundle of the new version"
-    return EntryPointPipelines(bundle, pipelines)
+    join_versions([pipeline.executor.updated for pipeline in pipelines.values()])
+    return EntryPointPipelines(pipelines)

@@ -20,6 +20,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
 from stagepack.partition.placement import Placement
 from stagepack_loaders.base import ArrayOps, LoadedStage
+from stagepack_loaders.joint_versions import JointStages
 from stagepack_loaders.lanes import Tasks, device_lanes, end_threads, run_tasks, thread_end_text
 from stagepack_loaders.local_versions import LocalVersions
 from stagepack_loaders.options import LoadOptions
@@ -137,9 +138,13 @@ class Executor(ABC):
         """Free the state of a sequence that was collected. Called in any thread, which may hold any lock."""
         self.end_sequence(sequence)
 
+    @property
     @abstractmethod
+    def updated(self) -> JointStages:
+        """The versions of its stages, which an update changes."""
+
     def update(self, source: UpdateSource, report: UpdateReport) -> None:
-        """Load a version beside the one that runs, and let calls and sequences to come run on it.
+        """Load a version beside the one that runs, and let calls and sequences to come run on it: here, and at the other entry points.
 
         Args:
             source: where its weights come from.
@@ -148,11 +153,7 @@ class Executor(ABC):
         Raises:
             StagepackError: the version cannot be loaded; the one that runs is left as it is.
         """
-
-    @property
-    @abstractmethod
-    def kept(self) -> StageVersion | None:
-        """The version before the newest, if it is kept in memory."""
+        self.updated.joint.update(source, report)
 
     @abstractmethod
     def reset_state(self) -> None:
@@ -300,14 +301,10 @@ class LocalExecutor(Executor):
         """See `Executor`."""
         sequence.states.clear()
 
-    def update(self, source: UpdateSource, report: UpdateReport) -> None:
-        """See `Executor`."""
-        self.versions.update(source, report)
-
     @property
-    def kept(self) -> StageVersion | None:
+    def updated(self) -> LocalVersions:
         """See `Executor`."""
-        return self.versions.kept
+        return self.versions
 
     def reset_state(self) -> None:
         """See `Executor`."""

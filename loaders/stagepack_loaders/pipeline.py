@@ -22,8 +22,9 @@ from stagepack_loaders.call_future import CallFuture
 from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
-from stagepack_loaders.executor import Executor
+from stagepack_loaders.executor import CallOptions, Executor
 from stagepack_loaders.module_habits import module_hint
+from stagepack_loaders.pinned_pipeline import pinned_together
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.placement import current_placement
 from stagepack_loaders.run_trace import RunTrace
@@ -163,10 +164,17 @@ class CallablePipeline(ABC):
         """
         return self._sequence(self.executor.version)
 
-    def sequences(self, count: int) -> list[PipelineSequence]:
-        """Return several sequences on one version of the weights, even if the pipeline is updated at the moment; see `sequence`."""
-        version = self.executor.version
-        return [self._sequence(version) for _ in range(count)]
+    def sequences(self, count: int, version: StageVersion | None = None) -> list[PipelineSequence]:
+        """Return several sequences on one version of the weights, the newest or another one; see `sequence`."""
+        pinned = version or self.executor.version
+        return [self._sequence(pinned) for _ in range(count)]
+
+    def call_version(self, version: StageVersion, inputs: Mapping[str, Any]) -> Any:
+        """Call the pipeline on a version of the weights, with inputs by name."""
+        values, sizes, arrays = self._bind((), inputs)
+        self.executor.refuse_waiting()
+        answer = self.executor.submit(values, sizes, options=CallOptions(version=version))
+        return self._build_result(answer.result(), arrays)
 
     def _sequence(self, version: StageVersion) -> PipelineSequence:
         state = self.executor.begin_sequence(version)
@@ -271,10 +279,9 @@ class CallablePipeline(ABC):
             >>> tokens = pipeline.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=50)
             >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
-        generate = pipeline_method("generate")
-        return generate(
-            self, inputs, attention_mask, settings, encoder, on_tokens, return_logprobs=return_logprobs, adapter=adapter
-        )
+        pair: tuple[Any, Any] = (self, None) if encoder is None else pinned_together(self, encoder)
+        options = {"return_logprobs": return_logprobs, "adapter": adapter}
+        return pipeline_method("generate")(pair[0], inputs, attention_mask, settings, pair[1], on_tokens, **options)
 
     def encode(
         self,
@@ -320,10 +327,9 @@ class CallablePipeline(ABC):
         Raises:
             UpdateError: no version is kept, as after a start of lost processes: update to the bundle of the version.
         """
-        if (kept := self.executor.kept) is None:
-            raise UpdateError(
-                f"{self.bundle.location}: no version before is kept: update with keep_previous=True, or update to its bundle"
-            )
+        if (kept := self.executor.updated.kept) is None:
+            cure = "update with keep_previous=True, or update to its bundle"
+            raise UpdateError(f"{self.bundle.location}: no version before is kept: {cure}")
         report = UpdateReport()
         update = UpdateSource(bundle=kept.bundle.stored, name=kept.name, keeps_previous=keep_previous)
         self.executor.update(update, report)

@@ -15,41 +15,38 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.staging import VersionDescription
 from stagepack_loaders.distributed.status import VersionStaged, attribute_error, rebuild_error
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.versions import StageVersion, UpdateSource, version_name
+from stagepack_loaders.versions import StageVersion
 
 
 class GroupVersions:
-    """The versions in the processes of a group, and in those that are started in its place.
+    """The numbers of the versions in the processes of a group, and in those that are started in its place."""
 
-    Attributes:
-        newest: the version that calls and sequences to come run on.
-        kept: the version before, if the processes keep it.
-    """
-
-    def __init__(self, bundle: Bundle) -> None:
-        self.newest = StageVersion(name=version_name(bundle), bundle=bundle)
-        self.kept: StageVersion | None = None
+    def __init__(self) -> None:
         self._groups = itertools.count(1)
+        self._group = 0
         self._numbers = itertools.count(1)
         # Groups and numbers of versions that nothing refers to any more.
         self._ended: deque[tuple[int, int]] = deque()
 
-    def begin_group(self, bundle: Bundle) -> None:
-        """Begin with processes that have loaded the newest version, in the stages that they run, and no other one."""
-        self.kept, self._numbers = None, itertools.count(1)
-        self.newest = StageVersion(name=self.newest.name, bundle=bundle, group=next(self._groups))
+    def begin_group(self, name: str, bundle: Bundle) -> StageVersion:
+        """Begin with processes that have loaded one version, in the stages that they run, and no other one."""
+        self._numbers, self._group = itertools.count(1), next(self._groups)
+        return StageVersion(name=name, bundle=bundle, group=self._group)
 
     def stage(
-        self, front: FrontProcess, source: UpdateSource, bundle: Bundle, location: str, report: UpdateReport
+        self,
+        front: FrontProcess,
+        running: StageVersion,
+        bundle: Bundle,
+        name: str,
+        location: str,
+        report: UpdateReport,
     ) -> StageVersion:
-        """Have all processes load a version beside the newest.
+        """Have all processes load a version beside the one that runs.
 
-        bundle: that of `source`, in the stages that run.
+        bundle: its bundle, in the stages that run.
         location: where the processes find it.
         """
-        running, name = self.newest, source.name or version_name(bundle)
-        if self.kept is not None and self.kept.identity == (bundle.digest, name):
-            return self.kept
         version = StageVersion(name=name, bundle=bundle, number=next(self._numbers), group=running.group)
         # From here on, what the processes have loaded is freed with it, also if one of them fails.
         end = weakref.finalize(version, self._ended.append, (version.group, version.number))
@@ -70,7 +67,8 @@ class GroupVersions:
             end()
             raise
         for part in ("fetch", "verify", "stage"):
-            setattr(report, part, max(getattr(staged, part) for staged in reports.values()))
+            seconds = max(getattr(staged, part) for staged in reports.values())
+            setattr(report, part, getattr(report, part) + seconds)
         return version
 
     def end_unused(self, end: Callable[[int], object]) -> None:
@@ -80,7 +78,7 @@ class GroupVersions:
                 group, number = self._ended.popleft()
             except IndexError:  # another thread was faster
                 return
-            if group == self.newest.group:
+            if group == self._group:
                 end(number)
 
 

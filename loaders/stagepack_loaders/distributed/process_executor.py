@@ -16,7 +16,7 @@ from typing import Any
 
 from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.base import ArrayOps, SharedObjects
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.group_launcher import GroupLauncher
 from stagepack_loaders.distributed.group_versions import GroupVersions
@@ -24,10 +24,11 @@ from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.routes import FRONT_RANK, ControlKind
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.executor import DEFAULT_CALL, CallOptions, Executor, StageObserver
+from stagepack_loaders.joint_versions import JointStages
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.versions import CallSequence, StageVersion, UpdateSource, same_model
+from stagepack_loaders.versions import CallSequence, StageVersion, UpdateSource, same_model, version_name
 
 _LOGGER = logging.getLogger("stagepack")
 # How long calls in flight have when the pipeline was not closed before this process ends, or before it is collected.
@@ -41,7 +42,7 @@ _RESTART_WINDOW_SECONDS = 3600.0
 SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str, Any]]"]
 
 
-class ProcessExecutor(Executor):
+class ProcessExecutor(JointStages, Executor):
     """Runs stages in processes of their own. Calls of many threads are answered in their order.
 
     Attributes:
@@ -57,8 +58,8 @@ class ProcessExecutor(Executor):
     def __init__(
         self, bundle: Bundle, launcher: GroupLauncher, max_restarts: int, run_example: Callable[[], None]
     ) -> None:
-        self._versions = GroupVersions(bundle)
-        self._update_lock = threading.Lock()
+        self._versions = GroupVersions()
+        self.begin(StageVersion(name=version_name(bundle), bundle=bundle))
         self._launcher = launcher
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque(maxlen=max_restarts)
@@ -80,7 +81,7 @@ class ProcessExecutor(Executor):
     @property
     def version(self) -> StageVersion:  # type: ignore[override] # the processes may be started again
         """See `Executor`."""
-        return self._versions.newest
+        return self.newest
 
     @property
     def arrays(self) -> ArrayOps:
@@ -153,33 +154,40 @@ class ProcessExecutor(Executor):
         with suppress(StagepackError):
             self._command(ControlKind.END_SEQUENCE, sequence=number)
 
-    def update(self, source: UpdateSource, report: UpdateReport) -> None:
-        """See `Executor`. When a process is lost meanwhile, all of them have the version before, also those that are started again."""
-        with self._update_lock:
-            self._check_ready()
-            front, previous = self.front, self.version
-            front.refuse_waiting()
-            bundle = same_model(previous.bundle, source)
-            with report.part("fetch"):
-                location = self._launcher.find_version(bundle)
-            try:
-                staged = self._versions.stage(front, source, bundle, location, report)
-            finally:
-                self._end_versions()
-            with report.part("switch"), self._lock:
-                self._check_ready()
-                front.command(ControlKind.SWITCH_VERSION, version=staged.number)
-                if self.front is not front or front.lost is not None:
-                    raise repeated_error(front.lost or StageLostError("the processes were started again"))
-                self._launcher.use_version(bundle)
-                self._versions.newest = staged
-            self._versions.kept = previous if source.keeps_previous else None
-            report.version, report.previous = staged.name, previous.name
-
     @property
-    def kept(self) -> StageVersion | None:
+    def updated(self) -> JointStages:
         """See `Executor`."""
-        return self._versions.kept
+        return self
+
+    def stage(self, source: UpdateSource, report: UpdateReport, shared: SharedObjects) -> StageVersion:
+        """See `JointStages`. When a process is lost meanwhile, all of them have the version before, also those that are started again."""
+        self._check_ready()
+        front, running, kept = self.front, self.newest, self.kept
+        front.refuse_waiting()
+        bundle = same_model(running.bundle, source)
+        name = source.name or version_name(bundle)
+        if kept is not None and kept.identity == (bundle.digest, name):
+            return kept
+        with report.part("fetch"):
+            location = self._launcher.find_version(bundle)
+        try:
+            return self._versions.stage(front, running, bundle, name, location, report)
+        finally:
+            self._end_versions()
+
+    def switching(self) -> AbstractContextManager[object]:
+        """See `JointStages`: processes that are started again change it."""
+        return self._lock
+
+    def take_over(self, version: StageVersion) -> None:
+        """See `JointStages`."""
+        self._check_ready()
+        if version.group != self.newest.group:
+            raise StageLostError("the processes were started again")
+        self.front.command(ControlKind.SWITCH_VERSION, version=version.number)
+        if self.front.lost is not None:
+            raise repeated_error(self.front.lost)
+        self._launcher.use_version(version.bundle)
 
     def _end_versions(self) -> None:
         """Have the processes free the versions that nothing refers to."""
@@ -287,7 +295,7 @@ class ProcessExecutor(Executor):
         try:
             self.front = self._launcher.start(self._restart, self._check_open)
             self.chosen = self._launcher.chosen
-            self._versions.begin_group(self.front.bundle)
+            self.kept, self.newest = None, self._versions.begin_group(self.newest.name, self.front.bundle)
             self.front.after_answer = self._end_versions
             try:
                 self._check_open()

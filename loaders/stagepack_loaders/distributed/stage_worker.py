@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Runtime
+from stagepack_loaders.base import Runtime, SharedObjects
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
 from stagepack_loaders.distributed.process_group import MessageHead, SentMessages
@@ -156,7 +156,7 @@ class StageWorker:
         try:
             source = UpdateSource(bundle=description.open(), name=description.name)
             running = self._versions[description.base]
-            self._versions[description.number] = self._local.stage(source, report, running=running)
+            self._versions[description.number] = self._local.stage(source, report, SharedObjects(), running)
         except Exception as error:  # noqa: BLE001 - the front gets any error
             return VersionStaged(version=description.number, error=report_error(error))
         return VersionStaged(version=description.number, fetch=report.fetch, verify=report.verify, stage=report.stage)

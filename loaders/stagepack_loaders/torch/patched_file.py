@@ -36,6 +36,7 @@ class PatchedFile:
         changes: which bytes the patch changes.
         needed: the tensors that are asked for, in the order of the file.
         running: the bytes of its tensors that are in memory, as they run, by name.
+        composed: the bytes of its tensors that were made before.
     """
 
     bundle: Bundle
@@ -44,6 +45,7 @@ class PatchedFile:
     changes: WeightChanges
     needed: Sequence[StoredTensor]
     running: Mapping[str, torch.Tensor]
+    composed: Mapping[str, torch.Tensor]
 
     def compose(self, *, verify: bool) -> tuple[dict[str, torch.Tensor], list[Problem]]:
         """Return the bytes of the needed tensors by name, and the problems of the file.
@@ -55,7 +57,7 @@ class PatchedFile:
             composed: dict[str, torch.Tensor] = {}
             for contents in map_in_threads(lambda run: self._compose_run(run, read), list(self._runs())):
                 composed.update(contents)
-            problems = self._problems({**self.running, **composed}, read) if verify else []
+            problems = self._problems({**self.running, **self.composed, **composed}, read) if verify else []
         return composed, problems
 
     def _runs(self) -> Iterator[list[StoredTensor]]:

@@ -38,7 +38,7 @@ from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.stage_memory import tensor_mover
 from stagepack_loaders.torch.value_check import check_graph_values
 from stagepack_loaders.torch.weight_gate import GatedModule
-from stagepack_loaders.torch.weight_store import ArrivingStore, StageWeights, WeightCache, WeightStore
+from stagepack_loaders.torch.weight_store import ArrivingStore, StageWeights, WeightCache, WeightStore, written_buffers
 from stagepack_loaders.torch.weight_window import WindowStore
 from stagepack_loaders.weight_files import FolderReader, VerificationRecord
 from stagepack_loaders.window_plan import weight_uses
@@ -80,7 +80,14 @@ class PreparedTorchStage:
             assert loaded.gate is not None
             self.code.compiled_module.gate = loaded.gate
         state_names = bundle.stages[self.code.stage_number].state
-        return TorchStage(self.code, loaded.tensors, self.weights.device, state_names, loaded.residency)
+        return TorchStage(
+            self.code,
+            loaded.tensors,
+            self.weights.device,
+            state_names,
+            loaded.residency,
+            written_buffers=written_buffers(bundle),
+        )
 
 
 @typed_memory_errors()

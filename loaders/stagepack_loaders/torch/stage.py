@@ -174,12 +174,13 @@ class TorchStage(Container):
         device: torch.device,
         state_names: Collection[str] = (),
         residency: Residency | None = None,
+        written_buffers: Collection[str] = (),
     ) -> None:
         super().__init__()
         for path, module in called_modules(code.module_calls):
             *outer_path, module_name = path.split(".")
             child_modules(submodule(self, outer_path))[module_name] = module
-        weights = code.graph.weights
+        weights, written = code.graph.weights, {*state_names, *written_buffers}
         slots = [register_weight(self, weight, tensors[weight.value]) for weight in weights]
         # In an object, so that no module in it is registered as a child: the names in state_dict are the model's own.
         self.__dict__[_PARTS] = _StageParts(
@@ -191,7 +192,7 @@ class TorchStage(Container):
             output_contract=output_contract(code.graph),
             state=StageState(weights, slots, state_names),
             marks=[
-                _Mark.of(slot.get()) if set(state_names).isdisjoint(weight.names) else None
+                _Mark.of(slot.get()) if written.isdisjoint(weight.names) else None
                 for weight, slot in zip(weights, slots, strict=True)
             ],
         )

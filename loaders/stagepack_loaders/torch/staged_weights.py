@@ -1,5 +1,6 @@
 """The weights of a version that is loaded beside the one that runs: those that are the same are in memory once."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,12 +13,19 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.weights import StoredTensor
-from stagepack_loaders.base import Loading
+from stagepack_loaders.base import Loading, SharedObjects
 from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.patched_file import PatchedFile
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.torch.weight_gate import GatedModule
-from stagepack_loaders.torch.weight_store import LoadedWeights, StageWeights, StoredTensors, WeightCache, stored_bytes
+from stagepack_loaders.torch.weight_store import (
+    LoadedWeights,
+    StageWeights,
+    StoredTensors,
+    WeightCache,
+    stored_bytes,
+    written_buffers,
+)
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.weight_changes import WeightChanges
 
@@ -29,12 +37,20 @@ def check_update(stages: Mapping[int, TorchStage]) -> None:
             raise UpdateError(f"stage {stage_number} cannot take other weights: {reason}")
 
 
+class ComposedTensors:
+    """The bytes of stored tensors that deltas have made for stages before, of other entry points, by weight file and name."""
+
+    def __init__(self) -> None:
+        self.of_file: defaultdict[tuple[str, torch.device], dict[str, torch.Tensor]] = defaultdict(dict)
+
+
 class StagedStore:
     """A `WeightStore` of the weights of a new version. A weight that has not changed is the tensor of the running stage.
 
     running: the stages that run.
     stored: the stored tensors of each of them, by name.
     stages: what the new ones need.
+    shared: what they share with stages of other entry points.
     """
 
     def __init__(
@@ -43,6 +59,7 @@ class StagedStore:
         stored: Mapping[int, StoredTensors],
         stages: Mapping[int, StageWeights],
         changes: WeightChanges,
+        shared: SharedObjects,
     ) -> None:
         self._running = {number: stage.weights_by_value() for number, stage in running.items()}
         self._stored = stored
@@ -51,7 +68,9 @@ class StagedStore:
         self._state_tensors = {
             weight.stored for stage in stages.values() for weight in stage.graph.weights if stage.is_state(weight)
         }
-        self._cache = WeightCache()
+        self._written_buffers = written_buffers(next(iter(stages.values())).bundle)
+        self._cache = shared.get(WeightCache, WeightCache)
+        self._composed = shared.get(ComposedTensors, ComposedTensors)
 
     def has_gate(self, stage: StageWeights) -> bool:
         """See `WeightStore`."""
@@ -71,16 +90,22 @@ class StagedStore:
             if patch is None:
                 whole_files.append(file_name)
                 continue
+            composed = self._composed.of_file[file_name, stages[0].device]
             patched = PatchedFile(
                 bundle=bundle,
                 entry=bundle.files[file_name],
                 patch=patch,
                 changes=self._changes,
-                needed=sorted(tensors.values(), key=lambda tensor: tensor.start),
+                needed=sorted(
+                    (tensor for name, tensor in tensors.items() if name not in composed),
+                    key=lambda tensor: tensor.start,
+                ),
                 running=self._running_bytes(stages, file_name),
+                composed=composed,
             )
             contents, file_problems = patched.compose(verify=verify)
             problems += file_problems
+            composed.update(contents)
             for tensor_name, content in contents.items():
                 self._cache.add(tensors[tensor_name], content, stages[0].device)
         raise_problems(bundle.causes(problems))
@@ -99,7 +124,8 @@ class StagedStore:
         )
 
     def _is_new(self, stage: StageWeights, weight: Weight) -> bool:
-        if weight.zeros:
+        if weight.zeros or not self._written_buffers.isdisjoint(weight.names):
+            # A buffer that calls of other entry points write keeps its content, as it does there.
             return stage.is_state(weight)
         path, stored = stage.stored_tensors[weight.stored]
         return weight.stored in self._state_tensors or self._changes.is_changed(path.name, stored)
@@ -137,7 +163,7 @@ def stage_version(
     with report.part("stage"):
         for stage in running.values():
             stage.wait_for_weights()
-        named_weights = NamedWeights()
+        named_weights = loading.shared.get(NamedWeights, NamedWeights)
         weights = {
             number: StageWeights(
                 bundle=bundle,
@@ -158,7 +184,7 @@ def stage_version(
             for number, stage in running.items()
         }
         stores = {
-            device: StagedStore(running, stored, _on_device(weights, device), changes)
+            device: StagedStore(running, stored, _on_device(weights, device), changes, loading.shared)
             for device in {stage.device for stage in running.values()}
         }
     with report.part("verify"):
@@ -180,4 +206,5 @@ def _new_stage(running: TorchStage, loaded: LoadedWeights, bundle: Bundle) -> To
     code = running.code
     if isinstance(code.compiled_module, GatedModule):
         code = replace(code, compiled_module=None)
-    return TorchStage(code, loaded.tensors, running.device, bundle.stages[code.stage_number].state)
+    state_names = bundle.stages[code.stage_number].state
+    return TorchStage(code, loaded.tensors, running.device, state_names, written_buffers=written_buffers(bundle))

@@ -63,6 +63,12 @@ class StageWeights:
         return not set(self.bundle.stages[self.stage_number].state).isdisjoint(weight.names)
 
 
+def written_buffers(bundle: Bundle) -> frozenset[str]:
+    """Return the names of the buffers that calls of any entry point write."""
+    stages = (stage for entry_point in bundle.entry_points for stage in entry_point.stages)
+    return frozenset(name for stage in stages for name in stage.state)
+
+
 class LoadedWeights(NamedTuple):
     """The weights of a stage, by value name; what its module asks for them, if it does; and which of them stay, if not all do."""
 

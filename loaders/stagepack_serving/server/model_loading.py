@@ -16,6 +16,7 @@ from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.decoders import generating_entry_point
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.entry_points import EntryPointPipelines, load_each_entry_point
+from stagepack_loaders.joint_versions import join_versions
 from stagepack_loaders.load import start_processes
 from stagepack_loaders.local_pipeline import load_pipeline
 from stagepack_loaders.options import LoadOptions, ProcessOptions
@@ -150,6 +151,7 @@ class BundleLoading:
             if pipeline is None:
                 return None
             pipelines[name] = pipeline
+        join_versions([pipeline.executor.updated for pipeline in pipelines.values()])
         return pipelines
 
     def _load_options(self, bundle: Bundle) -> LoadOptions:

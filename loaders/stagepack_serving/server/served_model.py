@@ -148,6 +148,10 @@ class ServedModel:
         """The newest version of the weights."""
         return self._executor.version
 
+    def weights_with(self, other: "ServedModel") -> tuple[StageVersion, StageVersion]:
+        """Return the newest version of the weights, here and of another model: of one version, if they are of one bundle."""
+        return self._executor.updated.newest_with(other.pipeline.executor.updated)
+
     @property
     def sequence_count(self) -> int:
         """The number of sequences whose state is kept."""
@@ -237,10 +241,12 @@ class ServedModel:
         finish: Callable[[Mapping[str, Array]], Any] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        weights: StageVersion | None = None,
     ) -> Any:
         """Run the model on inputs of the dtypes that it takes; return its outputs, or what `finish` makes of them.
 
         adapter: the adapter of all rows, or of each.
+        weights: the version of the weights of a call without a sequence; None for that of the other calls of the request, or the newest.
         finish: called in the thread that has run the last stage, which calls wait for anyway: a thread of its own would take cores from it.
         """
         self._check_state(sequence)
@@ -249,7 +255,8 @@ class ServedModel:
             self.adapters.add(inputs := dict(inputs), sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
-        result = await self._run(QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence, finish=finish))
+        call = QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence, finish=finish, version=weights)
+        result = await self._run(call)
         self._check_state(sequence)
         return result
 
@@ -355,7 +362,7 @@ class ServedModel:
 
     async def _run(self, call: QueuedCall) -> Any:
         # All calls of a request have the weights of the first one.
-        call.version = self.weights if call.record is None else call.record.weights or self.weights
+        call.version = call.version or (call.record.weights if call.record is not None else None) or self.weights
         self._scheduler.submit(call)
         try:
             return await asyncio.wrap_future(call.answer)

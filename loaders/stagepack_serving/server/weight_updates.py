@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -143,11 +144,7 @@ class WeightUpdates:
     ) -> tuple[ServedModel, UpdateReport]:
         async with self.control.changing:
             model = self.control.models.find(model_name, "")
-            others = [other.name for other in self.control.models_of_bundle(model) if other is not model]
-            if others:
-                raise BadRequestError(
-                    f"{model_name}: not updated: the entry points of its bundle are served as {', '.join(others)} too, and share weights"
-                )
+            together = self.control.models_of_bundle(model)
             state = None if path is None else folder_state(str(path))
             # A trainer ships each step, and the operator removes old ones.
             self._seen = {key: seen for key, seen in self._seen.items() if key[1].exists()}
@@ -159,8 +156,8 @@ class WeightUpdates:
                 raise BadRequestError(f"{model_name}: not updated: {error}") from error
             if path is not None:
                 # The watch takes it once, whoever has asked for it: a client may go back to the version before.
-                self._seen[model_name, path] = state
-            for part in model.parts.values():
+                self._seen |= {(each.name, path): state for each in together}
+            for part in chain.from_iterable(each.parts.values() for each in together):
                 part.follow_weights()
         seconds = {part: round(part_seconds, 3) for part, part_seconds in report.seconds.items()}
         _LOGGER.info(

@@ -17,6 +17,7 @@ from stagepack_loaders.decoders import (
     largest_size,
 )
 from stagepack_loaders.elements import Array
+from stagepack_loaders.versions import StageVersion
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
@@ -60,7 +61,7 @@ class Generator(ModelPart):
         self._prompt_interface = (encoder or decoder).interface
         self._grammar_tokens: GrammarTokens | None = None
         self._text_loop = TextLoop(
-            decoder, facts, None if encoder is None else functools.partial(self._encode, encoder)
+            decoder, facts, None if encoder is None else functools.partial(self._encode, encoder), encoder
         )
         self.text_format: TextFormat | None = read_text_format(decoder.bundle)
         self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
@@ -231,12 +232,12 @@ class Generator(ModelPart):
             for text in texts:
                 self._text_loop.end(text)
 
-    async def _encode(self, encoder: ServedModel, text: ServedText) -> None:
+    async def _encode(self, encoder: ServedModel, text: ServedText, weights: StageVersion) -> None:
         """Run the encoder on the prompt of a text."""
         inputs = {self.prompt_name: text.request.prompt}
         if _MASK_INPUT in encoder.interface.inputs:
             inputs[_MASK_INPUT] = numpy.ones(text.request.prompt.shape, numpy.int64)
-        [rows] = (await encoder.call(inputs, None, adapter=text.adapter)).values()
+        [rows] = (await encoder.call(inputs, None, adapter=text.adapter, weights=weights)).values()
         text.loop.read_encoded(rows)
 
     def _tensor_from_json(self, text: bytes) -> InferenceTensor:

@@ -72,7 +72,8 @@ class TextLoop:
     process, runs a call of one batch, the other lanes run those of other batches. What a text says depends on the texts beside it as far as
     the rounding of sums depends on the size of a batch. Other texts have a lane each, so that texts at the same time fill the stages.
 
-    encode: gives a text what an encoder returns for its prompt; None for a decoder without one.
+    encode: gives a text what an encoder returns for its prompt, with a version of its weights; None for a decoder without one.
+    encoder: the encoder.
 
     Attributes:
         row_count: the number of texts that are under way at most.
@@ -82,7 +83,8 @@ class TextLoop:
         self,
         decoder: ServedModel,
         facts: DecoderFacts,
-        encode: Callable[[ServedText], Awaitable[None]] | None = None,
+        encode: Callable[[ServedText, StageVersion], Awaitable[None]] | None = None,
+        encoder: ServedModel | None = None,
     ) -> None:
         limits = decoder.limits
         rows = min(limits.max_batch_size, facts.max_batch or limits.max_batch_size) if facts.moves_rows else 1
@@ -91,6 +93,7 @@ class TextLoop:
         self._decoder = decoder
         self._facts = facts
         self._encode = encode
+        self._encoder = encoder or decoder
         self._waiting = ClientQueue()
         self._new_batch = functools.partial(TextBatch[ServedText], facts, rows, self._waiting, is_alone=lane_count == 1)
         # Lanes that texts begin in; others only finish theirs, with the weights before an update.
@@ -99,6 +102,7 @@ class TextLoop:
         # Lanes that have texts, each with the task that makes its calls.
         self._tasks: dict[_Lane, asyncio.Task[None]] = {}
         self._weights: dict[_Lane, StageVersion] = {}
+        self._encoder_weights: dict[_Lane, StageVersion] = {}
         self.row_count = rows * lane_count
         self._admission = TextAdmission(decoder, self.row_count)
         [self._logits_output] = decoder.interface.outputs
@@ -146,7 +150,7 @@ class TextLoop:
     def _start(self, lane: _Lane) -> None:
         """Make the calls of a lane in a task, unless one does."""
         if lane not in self._tasks:
-            self._weights[lane] = self._decoder.weights
+            self._take_newest(lane)
             # The calls of a batch are for all its texts, and not for the request that makes it start.
             context = contextvars.Context() if self._facts.has_rows else None
             self._tasks[lane] = asyncio.create_task(self._run(lane), context=context)
@@ -176,10 +180,10 @@ class TextLoop:
         try:
             while len(lane) or (self._waiting and lane in self._batches):
                 if not len(lane):
-                    self._weights[lane] = self._decoder.weights
+                    self._take_newest(lane)
                 async with self._decoder.reserve_sequence(self._weights[lane]) as sequence:
                     if self._encode is not None and isinstance(lane, TextSequence) and lane.text is not None:
-                        await self._encode(lane.text)
+                        await self._encode(lane.text, self._encoder_weights[lane])
                     self._end_late_texts(lane)
                     while (call := lane.next_call()) is not None:
                         for text in call.texts.values():
@@ -207,6 +211,11 @@ class TextLoop:
         finally:
             self._tasks.pop(lane, None)
             self._weights.pop(lane, None)
+            self._encoder_weights.pop(lane, None)
+
+    def _take_newest(self, lane: _Lane) -> None:
+        """Let the texts of a lane have the newest weights: encoder and decoder those of one version."""
+        self._weights[lane], self._encoder_weights[lane] = self._decoder.weights_with(self._encoder)
 
     def _end_late_texts(self, lane: _Lane) -> None:
         """End the waiting texts that would end too late if they began in the next call."""
