@@ -234,6 +234,6 @@ def load_each_entry_point(
     for name, options_of_name in options.items():
         selected = bundle.select(name)
         with named_errors(selected.location):
-            pipelines[name] = pipeline = load_pipeline(selected, options_of_name, types, limits, shared)
+            pipelines[name] = load_pipeline(selected, options_of_name, types, limits, shared)
     join_versions([pipeline.executor.updated for pipeline in pipelines.values()])
     return EntryPointPipelines(pipelines)

@@ -14,7 +14,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -209,6 +209,10 @@ class Cache:
         """Remove a damaged file, so that it is downloaded again."""
         for path in (self._files / entry.blake3, folder / entry.name):
             path.unlink(missing_ok=True)
+
+    def begun_bytes(self, entries: Iterable[File]) -> int:
+        """Return the bytes of files that interrupted downloads have left."""
+        return sum(map(self._part_bytes, entries))
 
     def check_free_bytes(self, entries: Sequence[File]) -> None:
         """Refuse to begin a download that the disk cannot hold."""

@@ -9,13 +9,14 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from stagepack.errors import StagepackError
 from stagepack.format.bundle_files import read_manifest
+from stagepack.format.chunks import File
 from stagepack.format.output_file import remove_folder
 from stagepack.format.own_folders import other_files
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME
@@ -82,13 +83,25 @@ def remove_bundles(
     for bundle in reversed(cached_bundles(cache)):
         is_old = unused_seconds is not None and bundle.used_at < time.time() - unused_seconds
         is_over = most_bytes is not None and disk_bytes(cache) > most_bytes
-        if (is_old or is_over) and _remove_bundle(cache, bundle.digest):
+        if (is_old or is_over) and remove_bundle(cache, bundle.digest):
             removed_bundles.append(bundle)
             _remove_unused_files(cache, unused_seconds, most_bytes)
     return removed_bundles
 
 
-def _remove_bundle(cache: Cache, digest: str) -> bool:
+def remove_with_files(cache: Cache, digest: str, entries: Iterable[File]) -> bool:
+    """Remove a bundle or a delta, and those of its files that no other one has; False if it is in use."""
+    if not remove_bundle(cache, digest):
+        return False
+    for entry in entries:
+        path = cache.folder / "files" / entry.blake3
+        with contextlib.suppress(FileNotFoundError), _exclusive_lock(path) as is_locked:
+            if is_locked and path.stat().st_nlink == 1:
+                path.unlink()
+    return True
+
+
+def remove_bundle(cache: Cache, digest: str) -> bool:
     """Remove the folder of a bundle, unless a process has opened it, or removed it, or somebody has put other files there."""
     folder = cache.bundle_folder(digest)
     with contextlib.suppress(FileNotFoundError), _exclusive_lock(folder) as is_locked:
@@ -104,7 +117,7 @@ def keep_newest_bundles(cache: Cache, count: int) -> None:
     """Remove all bundles but the ones used last, and the files and parts of files that no kept bundle has."""
     bundles = cached_bundles(cache)
     for bundle in bundles[count:]:
-        _remove_bundle(cache, bundle.digest)
+        remove_bundle(cache, bundle.digest)
     kept_digests = set()
     for bundle in bundles[:count]:
         with contextlib.suppress(StagepackError):

@@ -12,6 +12,7 @@ from stagepack.format.bundle_files import read_manifest
 from stagepack.format.chunks import File, FileChunk, file_chunks
 from stagepack.format.file_checks import open_regular_file
 from stagepack.format.own_folders import is_bundle_folder
+from stagepack.remote.composed_chunks import ComposedChunks
 
 # Each read is compared with the digest, and a bundle that was changed in place differs: more places would take time for nothing.
 _MOST_PLACES: Final = 3
@@ -21,10 +22,15 @@ _MOST_ENTRIES: Final = 1000
 
 
 class LocalChunks:
-    """The chunks of some files that bundles on this machine have, by their digests."""
+    """The chunks of some files that bundles on this machine have, by their digests.
+
+    Attributes:
+        composed: makes further chunks; None if nothing does.
+    """
 
     def __init__(self, folders: Iterable[Path], needed: Sequence[File]) -> None:
         digests = {chunk.digest for entry in needed for chunk in file_chunks(entry)}
+        self.composed: ComposedChunks | None = None
         self._places: dict[str, list[tuple[Path, int]]] = {}
         for folder in list(dict.fromkeys(folders))[:_MOST_BUNDLES]:
             for path, entry in _listed_files(folder):
@@ -32,7 +38,12 @@ class LocalChunks:
                     if chunk.digest in digests:
                         self._places.setdefault(chunk.digest, []).append((path, chunk.start))
 
-    def read(self, chunk: FileChunk) -> bytes | None:
+    def missing_bytes(self, entries: Iterable[File]) -> int:
+        """Return the bytes of the chunks of files that no bundle has."""
+        chunks = {chunk.digest: chunk.end - chunk.start for entry in entries for chunk in file_chunks(entry)}
+        return sum(size for digest, size in chunks.items() if digest not in self._places)
+
+    def read(self, chunk: FileChunk) -> bytes | bytearray | None:
         """Return the content of a chunk, compared with its digest; None if no bundle has it."""
         for path, start in self._places.get(chunk.digest, ())[:_MOST_PLACES]:
             with contextlib.suppress(OSError, StagepackError):
@@ -40,7 +51,7 @@ class LocalChunks:
                     content = os.pread(file.fileno(), chunk.end - chunk.start, start)
                 if chunk.check(content) is None:
                     return content
-        return None
+        return None if self.composed is None else self.composed.read(chunk)
 
 
 def _listed_files(folder: Path) -> Iterator[tuple[Path, File]]:

@@ -3,33 +3,40 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from stagepack.deltas.delta import Delta, open_listed, parse_listed
-from stagepack.errors import FormatError, NotABundleError
+from stagepack.deltas.delta import DELTA, Delta, open_listed, parse_listed
+from stagepack.errors import FormatError, NotABundleError, RemoteError, StagepackError
 from stagepack.format import limits
+from stagepack.format.bundle_files import read_manifest
 from stagepack.format.chunks import File
+from stagepack.format.manifest_codec import parse_document
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.cache import Cache, PartFile, is_complete
-from stagepack.remote.cache_contents import cached_bundles
+from stagepack.remote.cache_contents import cached_bundles, remove_with_files
+from stagepack.remote.composed_chunks import ComposedChunks, OpenNext, find_composed
 from stagepack.remote.download import Download, FileDownload, read_small
 from stagepack.remote.fsspec_store import FsspecStore
 from stagepack.remote.http_store import HttpStore
 from stagepack.remote.hub import open_hub_store
 from stagepack.remote.hub_cache import HubSnapshot, find_snapshot, is_offline
 from stagepack.remote.local_chunks import LocalChunks
-from stagepack.remote.store import MissingFileError, RemoteStore
+from stagepack.remote.store import FetchError, MissingFileError, RemoteStore
 from stagepack.remote.stream import Arrivals, DownloadStream
 from stagepack.remote.url import HUB_SCHEME, WEB_SCHEMES, BundleUrl
 from stagepack.terminal import byte_progress
 
 # Files that are open at a time.
 _BATCH_FILES: Final = 64
+# The folder of deltas in the folder of a bundle at a URL.
+DELTAS_FOLDER: Final = "deltas"
+# Fewer bytes are downloaded without looking for deltas.
+_LEAST_COMPOSED_BYTES: Final = 2**20
 
 
 class RemoteFiles:
@@ -51,6 +58,8 @@ class RemoteFiles:
         self._open_store = open_store
         # Bundles on this machine that may have some of the chunks.
         self._bundle_folders = bundle_folders
+        # Finds the deltas beside the bundle; None for what has none.
+        self.open_next: OpenNext | None = None
 
     @cached_property
     def _store(self) -> RemoteStore:
@@ -66,9 +75,47 @@ class RemoteFiles:
             local_chunks = LocalChunks(
                 (folder for folder in self._bundle_folders() if folder != self._folder), distinct
             )
-            for first in range(0, len(distinct), _BATCH_FILES):
-                self._fetch_batch(distinct[first : first + _BATCH_FILES], local_chunks, arrivals)
+            with self._composing(distinct, local_chunks):
+                for first in range(0, len(distinct), _BATCH_FILES):
+                    self._fetch_batch(distinct[first : first + _BATCH_FILES], local_chunks, arrivals)
             self._tell_complete(entries, arrivals)
+
+    @contextlib.contextmanager
+    def _composing(self, entries: Sequence[File], local_chunks: LocalChunks) -> Iterator[None]:
+        """Return a context in which deltas make chunks of an earlier version, where they take fewer bytes than the files."""
+        missing_bytes = local_chunks.missing_bytes(entries) - self._cache.begun_bytes(entries)
+        opened: dict[str, Sequence[File]] = {}
+        if missing_bytes >= _LEAST_COMPOSED_BYTES:
+            local_chunks.composed = self._compose(entries, missing_bytes, opened)
+        try:
+            yield
+        finally:
+            if local_chunks.composed is not None:
+                local_chunks.composed.close()
+                local_chunks.composed = None
+            for digest, delta_files in opened.items():
+                with contextlib.suppress(OSError):
+                    remove_with_files(self._cache, digest, delta_files)
+
+    def _compose(
+        self, entries: Sequence[File], most_bytes: int, opened: dict[str, Sequence[File]]
+    ) -> ComposedChunks | None:
+        open_next = self.open_next
+        if open_next is None:
+            return None
+
+        def noting_open(base: str, left_bytes: int) -> Delta | None:
+            if (delta := open_next(base, left_bytes)) is not None:
+                opened[delta.digest] = delta.listed
+            return delta
+
+        folders = [folder for folder in self._bundle_folders() if folder != self._folder]
+        # The one that was opened at the same URL is the version before at most times.
+        folders.sort(key=lambda folder: _location_of(folder) != self.location)
+        with contextlib.suppress(StagepackError, OSError):
+            composed = find_composed(read_manifest(self._folder), folders, entries, most_bytes, noting_open)
+            return None if composed is None else ComposedChunks(composed, entries)
+        return None
 
     def stream(self, entries: Sequence[File]) -> DownloadStream:
         """Begin to download files; return a handle that reads them while they arrive."""
@@ -192,7 +239,50 @@ def open_in_cache(
         bundle_folders,
     )
     weakref.finalize(source, os.close, descriptor)
-    return open_listed(folder, source=source)
+    listed = open_listed(folder, source=source)
+    if isinstance(listed, Bundle):
+        source.open_next = partial(open_next, url.child(DELTAS_FOLDER), cache, storage_options)
+    return listed
+
+
+def open_next(
+    folder: BundleUrl,
+    cache: Cache,
+    storage_options: Mapping[str, Any] | None,
+    base: str,
+    most_bytes: int = limits.MANIFEST_BYTES,
+) -> Delta | None:
+    """Open the delta on a bundle in a folder of deltas at a URL (SPEC section 13). It is asked for once; a caller may repeat that.
+
+    base: the digest of the bundle.
+    most_bytes: the largest document.
+    The result is None if there is none.
+    """
+    url = folder.child(base)
+    store = open_remote_store(url, storage_options)
+    try:
+        content = store.read_small(MANIFEST_NAME, most_bytes)
+    except MissingFileError:
+        return None
+    except FetchError as error:
+        raise RemoteError(f"{url}: {error}") from None
+    if len(content) > most_bytes:
+        raise rule_error("L1", f"{url}/{MANIFEST_NAME}", f"expected at most {most_bytes} bytes, found more")
+    document = parse_document(content, f"{url}/{MANIFEST_NAME}", DELTA)
+    if document.base != base:
+        message = f"expected a delta on the bundle that its folder is named by, found one on {document.base}"
+        raise rule_error("Y8", str(url), message)
+    cache.add_manifest(document.sha256, content)
+    delta = open_in_cache(
+        url,
+        cache,
+        digest=document.sha256,
+        storage_options=storage_options,
+        open_store=lambda: store,
+        bundle_folders=lambda: (),
+    )
+    assert isinstance(delta, Delta)
+    return delta
 
 
 def _open_manifest(
@@ -231,6 +321,13 @@ def cached_folders(cache_folder: Path) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # another process has just removed it
             changed_at.append((folder.stat().st_mtime, folder))
     return [folder for _, folder in sorted(changed_at, reverse=True)]
+
+
+def _location_of(folder: Path) -> str:
+    """The URL that a bundle in a cache was opened at last; empty for other bundles."""
+    with contextlib.suppress(OSError):
+        return (folder.parent.parent / "locations" / folder.name).read_text(errors="replace")
+    return ""
 
 
 def _cached_bundle(cache: Cache, digest: str) -> bool:

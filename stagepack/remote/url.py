@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 from urllib.parse import urlsplit, urlunsplit
 
@@ -98,6 +98,10 @@ class BundleUrl:
             location = self.hub_location
             return (location.folder or location.repository).rpartition("/")[2]
         return str(self).rpartition("/")[2]
+
+    def child(self, *names: str) -> "BundleUrl":
+        """Return the URL of a folder in this one."""
+        return replace(self, folder="/".join((self.folder, *names)))
 
     def file_url(self, file_name: str) -> str:
         """Return the URL of one of the bundle's files."""
