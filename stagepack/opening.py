@@ -134,10 +134,15 @@ def with_deltas(
         return bundle
     from stagepack.deltas.patches import patched_bundle  # noqa: PLC0415 - numpy and zstandard, which opening a bundle does not need
 
-    if require_signature is not None:
-        for delta in opened_deltas:
-            _verify_signature(delta, require_signature)
+    verify_signatures(opened_deltas, require_signature)
     return patched_bundle(bundle, opened_deltas)
+
+
+def verify_signatures(deltas: Sequence[Delta], require_signature: TrustedSigners | None) -> None:
+    """Refuse deltas of which one has no signature of a trusted signer; None trusts all."""
+    if require_signature is not None:
+        for delta in deltas:
+            _verify_signature(delta, require_signature)
 
 
 def open_delta(
@@ -197,6 +202,18 @@ def _open_location(
         message = f"expected the bundle of the digest {digest}, found {bundle.digest}: correct the digest or the path"
         raise rule_error("D3", str(bundle.path / MANIFEST_NAME), message)
     return bundle
+
+
+def current_digest(url: str) -> str:
+    """Return the digest of the bundle that is at a URL now.
+
+    Raises:
+        NotABundleError, RemoteError, FormatError: see `open_bundle`.
+    """
+    with explain_missing_packages("remote"):
+        from stagepack.remote.remote_bundle import digest_at  # noqa: PLC0415 - fsspec and aiohttp are optional
+
+    return digest_at(BundleUrl.parse(os.fspath(split_entry_point(url)[0])))
 
 
 def opened(

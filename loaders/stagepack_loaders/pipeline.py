@@ -228,7 +228,7 @@ class CallablePipeline(ABC):
         """
         check_weight_version(version)
         report = UpdateReport()
-        found = update_source(self.bundle, source, require_signature or self.trusted_signers)
+        found = update_source(self.bundle, source, require_signature, self.trusted_signers)
         update = replace(found, name=version or found.name, keeps_previous=keep_previous)
         with named_errors(found.bundle.location):
             self.executor.update(update, report)

@@ -7,7 +7,16 @@ from typing import TypeAlias
 from stagepack.deltas.delta import Delta
 from stagepack.errors import OptionError, UpdateError
 from stagepack.format.reader import Bundle
-from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, open_delta, opened, opened_listed, with_deltas
+from stagepack.opening import (
+    BundleSource,
+    DeltaSource,
+    TrustedSigners,
+    open_delta,
+    opened,
+    opened_listed,
+    verify_signatures,
+    with_deltas,
+)
 from stagepack.remote.url import split_entry_point
 from stagepack_loaders.versions import UpdateSource
 
@@ -15,44 +24,57 @@ from stagepack_loaders.versions import UpdateSource
 WeightSource: TypeAlias = "BundleSource | DeltaSource | Sequence[DeltaSource]"
 
 
-def update_source(running: Bundle, source: WeightSource, require_signature: TrustedSigners | None) -> UpdateSource:
-    """Return what makes a new version of the bundle that runs."""
+def update_source(
+    running: Bundle,
+    source: WeightSource,
+    require_signature: TrustedSigners | None,
+    trusted_signers: TrustedSigners | None = None,
+) -> UpdateSource:
+    """Return what makes a new version of the bundle that runs.
+
+    require_signature: who must have signed it; None for `trusted_signers`, which have signed what runs.
+    """
     if (deltas := _find_deltas(source)) is None:
-        return UpdateSource(bundle=opened(source, require_signature))  # type: ignore[arg-type] # no deltas
+        bundle = opened(source)  # type: ignore[arg-type] # no deltas
+        # The digest of what runs is that of a manifest that was verified.
+        signers = require_signature or (None if bundle.digest == running.digest else trusted_signers)
+        return UpdateSource(bundle=opened(bundle, signers))
     if not deltas:
         raise OptionError("expected a bundle, a delta or several, found an empty list")
     if not running.compares_digests:
         raise UpdateError(
             f"{running.location}: deltas: the bundle was loaded with verify='off', so that its weights may be others: give a whole bundle"
         )
-    expected = running.digest
-    for delta in deltas:
-        if delta.base != expected:
-            raise UpdateError(
-                f"{delta.location}: expected a delta on the bundle that runs, {expected}, found one on {delta.base}: give the deltas "
-                "between them, in order, or the whole bundle"
-            )
-        expected = delta.result
-    bundle = _with_more_deltas(running.stored, deltas, require_signature)
+    if deltas[0].base != running.digest:
+        raise UpdateError(
+            f"{deltas[0].location}: expected a delta on the bundle that runs, {running.digest}, found one on {deltas[0].base}: give the "
+            "deltas between them, in order, or the whole bundle"
+        )
+    verify_signatures(deltas, require_signature or trusted_signers)
+    bundle = _with_more_deltas(running.stored, deltas)
     return UpdateSource(bundle=bundle, name=deltas[-1].version or None, base=running.digest)
 
 
-def _with_more_deltas(stored: Bundle, deltas: Sequence[Delta], require_signature: TrustedSigners | None) -> Bundle:
-    """Return the bundle that deltas make of a bundle that may be made by others already."""
-    from stagepack.deltas.patches import ComposedFiles  # noqa: PLC0415 - zstandard, which updates by bundles do not need
+def _with_more_deltas(stored: Bundle, deltas: Sequence[Delta]) -> Bundle:
+    """Return the bundle that deltas make of a bundle that may be made by others already.
 
+    They are a chain (Y8). Where it leads back to an earlier version of what runs, the deltas since that one are needed no more.
+    """
+    from stagepack.deltas.patches import ComposedFiles, check_chain  # noqa: PLC0415 - zstandard, which updates by bundles do not need
+
+    check_chain(stored.digest, deltas)
     base, chain = stored, list[Delta]()
     if isinstance(stored.patches, ComposedFiles):
         base, chain = stored.patches.base, list(stored.patches.deltas)
     digests = [base.digest, *(delta.result for delta in chain)]
     for delta in deltas:
-        if delta.result in digests:  # back to an earlier version of the chain
+        if delta.result in digests:
             position = digests.index(delta.result)
             del chain[position:], digests[position + 1 :]
         else:
             chain.append(delta)
             digests.append(delta.result)
-    return with_deltas(base, chain, require_signature)
+    return with_deltas(base, chain)
 
 
 def _find_deltas(source: WeightSource) -> list[Delta] | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
@@ -27,6 +28,7 @@ from stagepack.cli.serve_options import (
     check_sources,
 )
 from stagepack.cli.shared_flags import given_trusted_files, require_packages
+from stagepack.remote.url import is_url
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
 from stagepack_loaders.logs import write_log, write_package_log
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from stagepack_serving.server.security import ServerSecurity
     from stagepack_serving.server.served_model import ServedModel
     from stagepack_serving.server.server import ServerAddresses
+    from stagepack_serving.server.watched_deltas import WatchedDeltas
 
 _LOGGER: Final = logging.getLogger("stagepack.serve")
 # What they log of a request or an error quotes clients and bundles.
@@ -127,9 +130,17 @@ def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, model
         version_policy=options.version_policy,
         poll_seconds=options.poll_seconds,
         trusted_files=given_trusted_files() or (),
-        update_folder=options.watch_deltas or options.update_folder,
-        watches_updates=options.watch_deltas is not None,
+        update_folder=options.updates_folder,
+        watched_deltas=_watched_deltas(options),
     )
+
+
+def _watched_deltas(options: ServeOptions) -> "WatchedDeltas | None":
+    from stagepack_serving.server.watched_deltas import DeltaFolder, DeltaUrl  # noqa: PLC0415 - after the arguments are checked
+
+    if options.watch_deltas is None:
+        return None
+    return DeltaUrl(options.watch_deltas) if is_url(options.watch_deltas) else DeltaFolder(Path(options.watch_deltas))
 
 
 def _check_adapters(models: "ModelRegistry", options: ServeOptions) -> None:

@@ -42,6 +42,7 @@ from stagepack.cli.shared_flags import (
     open_argument,
 )
 from stagepack.format.output_file import check_output_file
+from stagepack.remote.url import is_url
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.options import LoadOptions, OnLoss, PlacementOptions, ProcessOptions, Verify, WeightOptions
 from stagepack_serving.server.limits import ServerLimits, VersionPolicy
@@ -103,9 +104,10 @@ class ServeOptions:
         "--model-control explicit, clients ask for that by their names ('update'). FOLDER/NAME is the folder of one model.",
         default_text="none",
     )
-    watch_deltas: Path | None = flag(
-        "--watch-deltas FOLDER",
-        "As --update-folder; and a delta on the bundle that a model runs is taken as soon as it is in FOLDER.",
+    watch_deltas: str | None = flag(
+        "--watch-deltas FOLDER|URL",
+        "As --update-folder; and a delta on the bundle that a model runs is taken as soon as it is in FOLDER. Of a URL, such as "
+        "s3://BUCKET/DELTAS, clients choose nothing, and a delta is at URL/DIGEST, where DIGEST is that of its base.",
         default_text="none",
     )
     version_policy: VersionPolicy = only_with(
@@ -266,6 +268,13 @@ class ServeOptions:
         )
 
     @property
+    def updates_folder(self) -> Path | None:
+        """The folder of the versions that clients choose from."""
+        if self.watch_deltas is not None and not is_url(self.watch_deltas):
+            return Path(self.watch_deltas)
+        return self.update_folder
+
+    @property
     def models_at_start(self) -> list[str] | None:
         """The models that are loaded at the start; None for all."""
         if self.repository is None or self.control_mode != "explicit" or "*" in self.load_names:
@@ -297,7 +306,7 @@ def bundle_paths_by_name(bundle_arguments: Iterable[str]) -> dict[str, str]:
 
 def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> None:
     """Refuse bundles beside a model repository, neither of them, and options of a mode of control that is not chosen."""
-    if options.update_folder and options.watch_deltas:
+    if options.update_folder and options.watch_deltas and not is_url(options.watch_deltas):
         raise click.UsageError("--update-folder and --watch-deltas exclude each other: give one folder")
     if not bundle_paths and options.repository is None:
         raise click.UsageError("Missing argument '[NAME=]BUNDLE...', or the option --model-repository.")

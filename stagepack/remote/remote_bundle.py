@@ -292,17 +292,27 @@ def _open_manifest(
     if digest is not None and _cached_bundle(cache, digest):
         return None, cache.bundle_folder(digest)
     store = open_store()
-    try:
-        content = read_small(store, location, MANIFEST_NAME, limits.MANIFEST_BYTES)
-    except MissingFileError as error:
-        raise NotABundleError(
-            f"{location}: not a stagepack bundle: there is no {MANIFEST_NAME}: {error} [M1]"
-        ) from None
+    content = _read_manifest(store, location)
     manifest = parse_listed(content, f"{location}/{MANIFEST_NAME}")
     if digest not in (None, manifest.sha256):
         message = f"expected the bundle of the digest {digest}, found {manifest.sha256}: correct the digest or the URL"
         raise rule_error("D3", f"{location}/{MANIFEST_NAME}", message)
     return store, cache.add_manifest(manifest.sha256, content)
+
+
+def digest_at(url: BundleUrl) -> str:
+    """Return the digest of the bundle or the delta that is at a URL now."""
+    content = _read_manifest(open_remote_store(url), str(url))
+    return parse_listed(content, f"{url}/{MANIFEST_NAME}").sha256
+
+
+def _read_manifest(store: RemoteStore, location: str) -> bytes:
+    try:
+        return read_small(store, location, MANIFEST_NAME, limits.MANIFEST_BYTES)
+    except MissingFileError as error:
+        raise NotABundleError(
+            f"{location}: not a stagepack bundle: there is no {MANIFEST_NAME}: {error} [M1]"
+        ) from None
 
 
 def open_remote_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from stagepack.errors import InputError
+from stagepack.opening import current_digest
+from stagepack.remote.url import is_url
 
 # Returns the paths or URLs of the bundles that are there now, by the names and versions of models. Clients choose among the names, and
 # never a path. It raises InputError if they cannot be read.
@@ -42,6 +44,15 @@ def repository_bundles(folder: Path) -> Mapping[str, Mapping[int, str]]:
 def misnamed_folders(folder: Path) -> list[str]:
     """The paths of folders of a repository that are left out for their names; hidden ones are meant to be."""
     return sorted(str(path) for path in folder.glob("[!.]*/") if not _MODEL_NAME.fullmatch(path.name))
+
+
+def bundle_state(path: str) -> object:
+    """A value that changes when the bundle at a path or URL changes.
+
+    Raises:
+        StagepackError: the server of the URL fails, or has no bundle there.
+    """
+    return current_digest(path) if is_url(path) else folder_state(path)
 
 
 def folder_state(path: str) -> object:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from stagepack.errors import InputError, StagepackError
-from stagepack_serving.server.bundle_listings import BundleListing, folder_state
+from stagepack_serving.server.bundle_listings import BundleListing, bundle_state
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.event_loop_threads import run_in_thread
 from stagepack_serving.server.free_memory import EndedVersions
@@ -22,6 +22,7 @@ from stagepack_serving.server.limits import VersionPolicy
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 from stagepack_serving.server.security import file_state
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.watched_deltas import DeltaFolder, WatchedDeltas
 from stagepack_serving.server.weight_updates import WeightUpdates
 
 ControlMode = Literal["none", "explicit", "poll"]
@@ -73,7 +74,7 @@ class ModelControl:
         poll_seconds: float = 15.0,
         trusted_files: Sequence[str] = (),
         update_folder: Path | None = None,
-        watches_updates: bool = False,
+        watched_deltas: WatchedDeltas | None = None,
     ) -> None:
         self.models = models
         self._source = source
@@ -92,13 +93,14 @@ class ModelControl:
         self._ended_versions = EndedVersions()
         # One bundle is loaded at a time: two need more memory, and the second would take as much longer.
         self.changing = asyncio.Lock()
-        self.updates = WeightUpdates(self, update_folder, watches=watches_updates)
+        folder = None if update_folder is None else DeltaFolder(update_folder)
+        self.updates = WeightUpdates(self, folder, watched_deltas)
 
     def load_at_start(
         self, model_names: Sequence[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
     ) -> bool:
         """Load bundles in this thread, before the server listens: the bundles of some models, or all. False if it does not serve."""
-        self._polled_states = self._source_states()
+        self._polled_states = self._source_states() if self._mode == "poll" else {}
         paths_by_name = self._source()
         if not paths_by_name and self._mode == "none":
             raise InputError(
@@ -351,9 +353,12 @@ class ModelControl:
 
     def _source_states(self) -> Mapping[str, object]:
         """For each model a value that changes with its bundles, and with the keys that must have signed them."""
-        keys = [file_state(path) for path in self._trusted_files]
-        return {
-            model_name: ({version: folder_state(path) for version, path in paths.items()}, keys)
-            for model_name, paths in self._source().items()
-            if paths
-        }
+        keys, states = [file_state(path) for path in self._trusted_files], dict[str, object]()
+        for model_name, paths in self._source().items():
+            try:
+                if paths:
+                    states[model_name] = {version: bundle_state(path) for version, path in paths.items()}, keys
+            except StagepackError as error:  # of a URL: the version that runs goes on
+                _LOGGER.warning("%s: cannot be polled: %s", model_name, error)
+                states[model_name] = self._polled_states.get(model_name)
+        return states

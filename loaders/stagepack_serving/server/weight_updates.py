@@ -1,9 +1,7 @@
-"""Updates the weights of models while a server runs: as clients ask, or as versions appear in a folder."""
+"""Updates the weights of models while a server runs: as clients ask, or as deltas appear in a folder or at a URL."""
 
 import asyncio
 import logging
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,22 +11,22 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from stagepack.deltas.delta import Delta
 from stagepack.errors import OptionError, StageLostError, StagepackError
-from stagepack.format import limits
-from stagepack.format.file_checks import open_regular_file
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.versions import check_weight_version
 from stagepack_serving.server.bundle_listings import folder_state
+from stagepack_serving.server.delta_chains import DeltaChains
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.event_loop_threads import run_in_thread
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.watched_deltas import NAME, DeltaFolder, Step, WatchedDeltas
 
 _LOGGER: Final = logging.getLogger("stagepack.serve")
-_WATCH_SECONDS: Final = 0.5
-# Clients choose among the names of a folder, and never a path.
-_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+# Deltas that were taken, or refused, and are not taken again. A trainer ships each step.
+_MOST_SEEN: Final = 4096
 
 
 class UpdateParameters(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -53,12 +51,6 @@ class UpdateRequest(msgspec.Struct, kw_only=True):
     parameters: UpdateParameters = UpdateParameters()
 
 
-class _Step(msgspec.Struct):
-    """What the document of a delta says of its place in a chain."""
-
-    base: str = ""
-
-
 class UpdatedModels(Protocol):
     """The models that weights are updated of.
 
@@ -79,22 +71,21 @@ class UpdatedModels(Protocol):
 
 @dataclass
 class WeightUpdates:
-    """The folder of the versions that the models of a server may be updated to: deltas, and bundles with the same graphs.
-
-    A model has the versions of the folder, or, if this has a folder of its name, those in that one.
+    """Updates the models of a server: to deltas, and to bundles with the same graphs.
 
     Attributes:
         control: the models.
-        folder: the folder; None for a server without updates.
-        watches: update models as soon as a delta on what they run is in the folder.
+        folder: the versions that clients may choose by their names; None for none.
+        watched: deltas that are taken as soon as one is on what a model runs; None for none.
     """
 
     control: UpdatedModels
-    folder: Path | None = None
-    watches: bool = False
-    _seen: dict[tuple[str, Path], object] = field(default_factory=dict)
-    # The base of each entry of the folder of a model by name, with the state of the file that says it.
-    _bases: dict[str, dict[str, tuple[object, str]]] = field(default_factory=dict)
+    folder: DeltaFolder | None = None
+    watched: WatchedDeltas | None = None
+    _seen: dict[tuple[str, str], object] = field(default_factory=dict)
+    _chains: DeltaChains = field(default_factory=DeltaChains)
+    # What could not be looked for or taken last: it is logged once.
+    _last_error: str = ""
 
     async def update(self, model_name: str, parameters: UpdateParameters) -> dict[str, Any]:
         """Update a model as a client asks; return the fields of the answer."""
@@ -105,9 +96,9 @@ class WeightUpdates:
             check_weight_version(parameters.weight_version)
         except OptionError as error:
             raise BadRequestError(f"weight_{error}") from None
-        path = None if parameters.source is None else self._find(model_name, parameters.source)
+        step = None if parameters.source is None else self._find(model_name, parameters.source)
         updating = asyncio.ensure_future(
-            self._update(model_name, path, parameters.weight_version, keep_previous=parameters.keep_previous)
+            self._update(model_name, step, parameters.weight_version, keep_previous=parameters.keep_previous)
         )
         # As a load, it goes on if its caller is cancelled.
         updating.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -121,113 +112,105 @@ class WeightUpdates:
         }
 
     async def watch(self) -> None:
-        """Update models as deltas on what they run appear in the folder, until the task is cancelled."""
-        while self.watches:
-            await asyncio.sleep(_WATCH_SECONDS)
+        """Update models as deltas on what they run appear, until the task is cancelled."""
+        while self.watched is not None:
+            await asyncio.sleep(self.watched.pause_seconds)
             for model in self.control.models.serving:
-                await self._take_steps(model)
+                try:
+                    await self._take_steps(model, self.watched)
+                except StagepackError as error:
+                    self._log_error(self.watched, error)
 
-    async def _take_steps(self, model: ServedModel) -> None:
+    async def _take_steps(self, model: ServedModel, watched: WatchedDeltas) -> None:
         """Update a model by the deltas on what it runs, one after the other."""
-        while (path := await run_in_thread(partial(self._next_step, model))) is not None:
-            state = folder_state(str(path))
+        while (step := await run_in_thread(partial(self._next_step, model, watched))) is not None:
+            if isinstance(step.source, Delta):
+                self._chains.add(step.source)
             try:
-                await asyncio.shield(self._update(model.name, path, None, keep_previous=False))
+                await asyncio.shield(self._update(model.name, step, None, keep_previous=False))
             except StagepackError as error:
-                _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+                self._log_error(watched, error)
                 if isinstance(error, RequestError) and error.status is RequestStatus.STAGE_LOST:
                     return  # its processes are started again
-                self._seen[model.name, path] = state
+                self._seen[model.name, step.name] = step.state
+            else:
+                self._last_error = ""
+            del step  # it keeps a delta in the cache
+            await asyncio.shield(self._shorten_chain(model))
+
+    def _next_step(self, model: ServedModel, watched: WatchedDeltas) -> Step | None:
+        """The first delta on what a model runs that was not taken yet."""
+        steps = watched.steps(model.name, model.bundle)
+        return next((step for step in steps if self._seen.get((model.name, step.name)) != step.state), None)
+
+    def _log_error(self, watched: WatchedDeltas, error: StagepackError) -> None:
+        message = f"{watched.location}: {error}"
+        if message != self._last_error:
+            _LOGGER.error("%s", message)
+            self._last_error = message
+
+    async def _shorten_chain(self, model: ServedModel) -> None:
+        """Let a model run the bundle that a long chain of deltas makes, and free what is needed no more."""
+        async with self.control.changing:
+            if self._chains.is_long(model.bundle.stored):
+                try:
+                    stored = await run_in_thread(partial(self._chains.store, model.bundle.stored))
+                    # The bundle that runs, under its name: nothing is read.
+                    await run_in_thread(partial(model.pipeline.update, stored, version=model.pipeline.version))
+                    del stored
+                except StagepackError as error:
+                    _LOGGER.warning("%s: the chain of its deltas is not written as a bundle: %s", model.name, error)
+            running = [other.bundle.stored for other in self.control.models]
+            await run_in_thread(partial(self._chains.free, running))
 
     async def _update(
-        self, model_name: str, path: Path | None, version: str | None, *, keep_previous: bool
+        self, model_name: str, step: Step | None, version: str | None, *, keep_previous: bool
     ) -> tuple[ServedModel, UpdateReport]:
         async with self.control.changing:
             model = self.control.models.find(model_name, "")
             together = self.control.models_of_bundle(model)
-            state = None if path is None else folder_state(str(path))
-            # A trainer ships each step, and the operator removes old ones.
-            self._seen = {key: seen for key, seen in self._seen.items() if key[1].exists()}
+            source = None if step is None else step.source
             try:
-                report = await run_in_thread(partial(_update, model, path, version, keep_previous=keep_previous))
+                report = await run_in_thread(partial(_update, model, source, version, keep_previous=keep_previous))
             except StageLostError as error:
                 raise RequestError(RequestStatus.STAGE_LOST, f"{model_name}: not updated: {error}") from error
             except StagepackError as error:
                 raise BadRequestError(f"{model_name}: not updated: {error}") from error
-            if path is not None:
+            if step is not None:
                 # The watch takes it once, whoever has asked for it: a client may go back to the version before.
-                self._seen |= {(each.name, path): state for each in together}
+                self._seen |= {(each.name, step.name): step.state for each in together}
+                for key in list(self._seen)[:-_MOST_SEEN]:
+                    del self._seen[key]
             for part in chain.from_iterable(each.parts.values() for each in together):
                 part.follow_weights()
         seconds = {part: round(part_seconds, 3) for part, part_seconds in report.seconds.items()}
-        _LOGGER.info(
-            "%s: the weights %r take the place of %r: %s", model_name, report.version, report.previous, seconds
-        )
+        where = "" if step is None else f", from {step.name}"
+        names = (model_name, report.version, report.previous)
+        _LOGGER.info("%s: the weights %r take the place of %r%s: %s", *names, where, seconds)
         return model, report
 
-    def _folder_of(self, model_name: str) -> Path:
+    def _find(self, model_name: str, source: str) -> Step:
+        """The version of a name."""
+        self.control.models.find(model_name, "")
         if self.folder is None:
             raise RequestError(
                 RequestStatus.FORBIDDEN, "this server takes no updates: the operator allows them with --update-folder"
             )
-        own = self.folder / model_name
-        return own if own.is_dir() and not (own / MANIFEST_NAME).exists() else self.folder
-
-    def _find(self, model_name: str, source: str) -> Path:
-        """The path of a version by its name."""
-        self.control.models.find(model_name, "")
-        folder = self._folder_of(model_name)
-        if not _NAME.fullmatch(source) or not (folder / source / MANIFEST_NAME).is_file():
+        folder = self.folder.of_model(model_name)
+        if not NAME.fullmatch(source) or not (folder / source / MANIFEST_NAME).is_file():
             raise RequestError(
                 RequestStatus.NOT_FOUND, f"{model_name}: no version {source[:80]!r} is in the folder of updates"
             )
-        return folder / source
-
-    def _next_step(self, model: ServedModel) -> Path | None:
-        """The delta on what a model runs; the first by name of several."""
-        digest, folder = model.bundle.digest, self._folder_of(model.name)
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError as error:
-            _LOGGER.warning("%s: the folder of updates cannot be read: %s", folder, error.strerror)
-            return None
-        known, bases = self._bases.get(model.name, {}), {}
-        for name in filter(_NAME.fullmatch, names):
-            state = _manifest_state(folder / name)
-            if name in known and known[name][0] == state:
-                bases[name] = known[name]
-            else:
-                bases[name] = state, _read_step(folder / name).base
-        self._bases[model.name] = bases
-        for path in (folder / name for name, (_, base) in bases.items() if base == digest):
-            if self._seen.get((model.name, path)) != folder_state(str(path)):
-                return path
-        return None
+        return Step(folder / source, str(folder / source), folder_state(str(folder / source)))
 
 
-def _update(model: ServedModel, path: Path | None, version: str | None, *, keep_previous: bool) -> UpdateReport:
+def _update(
+    model: ServedModel, source: Path | Delta | None, version: str | None, *, keep_previous: bool
+) -> UpdateReport:
     """Update the weights of a model, or go back to those before."""
-    if path is None:
+    if source is None:
         report = model.pipeline.rollback(keep_previous=keep_previous)
     else:
-        report = model.pipeline.update(path, version=version, keep_previous=keep_previous)
+        report = model.pipeline.update(source, version=version, keep_previous=keep_previous)
     model.metrics.record_update(model.name, model.version, report.seconds)
     return report
-
-
-def _manifest_state(path: Path) -> object:
-    """A value that changes when the manifest in a folder changes; None if there is none."""
-    try:
-        status = os.stat(path / MANIFEST_NAME)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _read_step(path: Path) -> _Step:
-    """The place of a delta in a chain; of anything else, none."""
-    try:
-        with open_regular_file(path / MANIFEST_NAME) as file:
-            return msgspec.json.decode(file.read(limits.MANIFEST_BYTES), type=_Step)
-    except (OSError, ValueError):
-        return _Step()

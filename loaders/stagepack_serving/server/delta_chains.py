@@ -1,0 +1,60 @@
+"""Keeps the chains of deltas short that models run on, and frees the disk of what was fetched for them and is needed no more."""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Final
+
+from stagepack.deltas.delta import Delta
+from stagepack.deltas.patches import ComposedFiles
+from stagepack.format.chunks import File
+from stagepack.format.reader import Bundle
+from stagepack.remote.cache import Cache, default_cache_folder
+from stagepack.remote.cache_contents import remove_with_files
+from stagepack.remote.stored_composed import store_composed
+
+# A longer chain is written as a bundle, and so is one of more bytes than this share of its bundle. A chain has at most 64 deltas.
+MOST_DELTAS = 16
+_MOST_SHARE: Final = 1 / 2
+
+
+class DeltaChains:
+    """What a server has in the cache for the bundles that it runs: deltas that it has fetched, and bundles that it has made of chains.
+
+    So the disk has, for each bundle that runs, at most one that was made, a second one while it is written, and a chain that is not long.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[str, Sequence[File]] = {}
+
+    @cached_property
+    def _cache(self) -> Cache:
+        return Cache(default_cache_folder())
+
+    def add(self, delta: Delta) -> None:
+        """Free a delta that was fetched when nothing needs it any more."""
+        self._own[delta.digest] = delta.listed
+
+    def is_long(self, bundle: Bundle) -> bool:
+        """Whether the chain that makes a bundle is to be written as a bundle."""
+        patches = bundle.patches
+        if not isinstance(patches, ComposedFiles):
+            return False
+        sizes = [sum(file.size for file in listed.listed) for listed in (bundle, *patches.deltas)]
+        return len(patches.deltas) > MOST_DELTAS or sum(sizes[1:]) > sizes[0] * _MOST_SHARE
+
+    def store(self, bundle: Bundle) -> Bundle:
+        """Write a bundle that a chain makes into the cache; return it there."""
+        stored = store_composed(bundle, self._cache)
+        self._own[stored.digest] = stored.listed
+        return stored
+
+    def free(self, running: Iterable[Bundle]) -> None:
+        """Remove from the cache what was fetched or made and is not needed for the bundles that run, nor by a call under way."""
+        needed = set[str]()
+        for bundle in running:
+            deltas = bundle.patches.deltas if isinstance(bundle.patches, ComposedFiles) else ()
+            needed |= {bundle.stored_digest, *(delta.digest for delta in deltas)}
+        for digest in self._own.keys() - needed:
+            is_gone = not self._cache.bundle_folder(digest).exists()
+            if remove_with_files(self._cache, digest, self._own[digest]) or is_gone:
+                del self._own[digest]
