@@ -140,6 +140,7 @@ class HttpStore(RemoteStore):
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._file_system.loop).result()
             with self._lock:
                 self._pending.discard(future)
+            del future  # which has the error, whose traceback has this frame: what the callers hold would wait for the garbage collector
 
 
 def _check_status(response: aiohttp.ClientResponse) -> None:

@@ -110,9 +110,7 @@ def server(steps: list[Path]) -> Iterator[LocalServer]:
         yield server
 
 
-def test_served_texts_are_those_of_one_version(
-    server: LocalServer, expected: dict[str, dict[int, list[int]]]
-) -> None:
+def test_served_texts_are_those_of_one_version(server: LocalServer, expected: dict[str, dict[int, list[int]]]) -> None:
     check_texts_under_updates(server, expected, 8)
     models = [server.control.models.find(name, "") for name in ("pair", "pair_encode")]
     assert len({model.bundle.digest for model in models}) == 1

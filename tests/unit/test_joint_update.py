@@ -68,8 +68,8 @@ def test_an_update_of_one_entry_point_is_one_of_all(
 
 
 def test_weights_that_entry_points_share_stay_shared(made: list[Bundle], delta: stagepack.Delta) -> None:
+    pipelines = stagepack.load_entry_points(made[0])
     for source in (delta, made[0]):
-        pipelines = stagepack.load_entry_points(made[0]) if source is delta else pipelines
         pipelines.update(source)
         shared = [
             {name: weight.data_ptr() for name, weight in pipeline.state_dict().items()}

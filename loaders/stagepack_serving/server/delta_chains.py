@@ -48,13 +48,22 @@ class DeltaChains:
         self._own[stored.digest] = stored.listed
         return stored
 
+    def has_unneeded(self, running: Iterable[Bundle]) -> bool:
+        """Whether something was fetched or made that is not needed for the bundles that run."""
+        return bool(self._own.keys() - _needed(running))
+
     def free(self, running: Iterable[Bundle]) -> None:
-        """Remove from the cache what was fetched or made and is not needed for the bundles that run, nor by a call under way."""
-        needed = set[str]()
-        for bundle in running:
-            deltas = bundle.patches.deltas if isinstance(bundle.patches, ComposedFiles) else ()
-            needed |= {bundle.stored_digest, *(delta.digest for delta in deltas)}
-        for digest in self._own.keys() - needed:
+        """Remove what is not needed for the bundles that run, nor by a call under way."""
+        for digest in self._own.keys() - _needed(running):
             is_gone = not self._cache.bundle_folder(digest).exists()
             if remove_with_files(self._cache, digest, self._own[digest]) or is_gone:
                 del self._own[digest]
+
+
+def _needed(running: Iterable[Bundle]) -> set[str]:
+    """The digests of the bundles and deltas on disk that bundles are made of."""
+    digests = set[str]()
+    for bundle in running:
+        deltas = bundle.patches.deltas if isinstance(bundle.patches, ComposedFiles) else ()
+        digests |= {bundle.stored_digest, *(delta.digest for delta in deltas)}
+    return digests

@@ -120,6 +120,8 @@ class WeightUpdates:
                     await self._take_steps(model, self.watched)
                 except StagepackError as error:
                     self._log_error(self.watched, error)
+            # Calls under way on a version before keep its deltas.
+            await self._free_disk()
 
     async def _take_steps(self, model: ServedModel, watched: WatchedDeltas) -> None:
         """Update a model by the deltas on what it runs, one after the other."""
@@ -160,7 +162,9 @@ class WeightUpdates:
                     del stored
                 except StagepackError as error:
                     _LOGGER.warning("%s: the chain of its deltas is not written as a bundle: %s", model.name, error)
-            running = [other.bundle.stored for other in self.control.models]
+
+    async def _free_disk(self) -> None:
+        if self._chains.has_unneeded(running := [model.bundle.stored for model in self.control.models]):
             await run_in_thread(partial(self._chains.free, running))
 
     async def _update(

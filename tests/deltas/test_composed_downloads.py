@@ -1,4 +1,4 @@
-"""A bundle at a URL is made of the version before on this machine and deltas beside it, where that takes fewer bytes; whatever these say."""
+"""A bundle at a URL is made of the version before on this machine and of deltas at the URL, where that takes fewer bytes."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,9 +14,10 @@ from stagepack.cli import main
 from stagepack.deltas.document import RESULT_NAME
 from stagepack.format.chunks import chunk_digest, file_entry
 from stagepack.format.manifest_codec import encode_manifest
+from stagepack.remote import download
 from stagepack.remote.cache import Cache
 from stagepack.remote.cache_contents import cached_bundles
-from tests.deltas.conftest import Versions, versions  # noqa: F401 - a fixture
+from tests.deltas.conftest import Versions
 from tests.deltas.test_roads import assert_same_folder
 from tests.remote.http_server import HttpServer, Reply
 
@@ -24,7 +25,14 @@ X = torch.linspace(-1, 1, 128).reshape(2, 64).bfloat16()
 
 
 @pytest.fixture
-def server(versions: Versions, cache: Path, tmp_path: Path) -> Iterator[HttpServer]:  # noqa: F811
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(download, "FIRST_PAUSE_SECONDS", 0.001)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def server(versions: Versions, cache: Path, tmp_path: Path) -> Iterator[HttpServer]:
     """A server that has the first version, which is in the cache."""
     served = tmp_path / "served"
     shutil.copytree(versions.a, served / "net.stagepack")
@@ -64,7 +72,7 @@ def check_loaded(server: HttpServer, expected: Path) -> int:
 def test_a_load_takes_the_delta_from_the_version_in_the_cache(
     server: HttpServer,
     versions: Versions,
-    cache: Path,  # noqa: F811
+    cache: Path,
 ) -> None:
     publish(server, versions.b, versions.a_to_b)
     graphs = sum(path.stat().st_size for path in versions.b.iterdir() if path.suffix != ".safetensors")
@@ -76,7 +84,7 @@ def test_a_load_takes_the_delta_from_the_version_in_the_cache(
 
 
 @pytest.mark.process
-def test_deltas_are_followed_to_the_version_that_is_wanted(server: HttpServer, versions: Versions) -> None:  # noqa: F811
+def test_deltas_are_followed_to_the_version_that_is_wanted(server: HttpServer, versions: Versions) -> None:
     publish(server, versions.c, versions.a_to_b, versions.b_to_c)
     assert check_loaded(server, versions.c) < size_of(versions.c) / 8
 
@@ -86,7 +94,7 @@ def test_a_pull_takes_the_delta_from_the_bundle_that_it_replaces(
     server: HttpServer,
     versions: Versions,
     cache: Path,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     shutil.rmtree(cache)
     out = Path(shutil.copytree(versions.a, tmp_path / "out.stagepack"))
@@ -100,7 +108,7 @@ def test_a_pull_takes_the_delta_from_the_bundle_that_it_replaces(
 
 
 @pytest.mark.process
-def test_a_stream_takes_the_delta(server: HttpServer, versions: Versions) -> None:  # noqa: F811
+def test_a_stream_takes_the_delta(server: HttpServer, versions: Versions) -> None:
     publish(server, versions.b, versions.a_to_b)
     pipeline = stagepack.load(f"{server.url}/net.stagepack", stream=True)
     assert torch.equal(pipeline(X), stagepack.load(versions.b)(X))
@@ -203,7 +211,7 @@ LIES = [
 def test_what_does_not_lead_to_the_bundle_ends_in_the_whole(
     server: HttpServer,
     versions: Versions,
-    lie: Callable[[Path], None],  # noqa: F811
+    lie: Callable[[Path], None],
 ) -> None:
     _bases[:] = [versions.a]
     wanted = versions.c if lie is cycle else versions.b
@@ -221,7 +229,7 @@ def test_what_does_not_lead_to_the_bundle_ends_in_the_whole(
 def test_a_server_that_refuses_the_deltas_sends_the_whole(
     server: HttpServer,
     versions: Versions,
-    status: int,  # noqa: F811
+    status: int,
 ) -> None:
     publish(server, versions.b, versions.a_to_b)
     digest = stagepack.open(versions.a).digest
@@ -238,7 +246,7 @@ def test_a_server_that_refuses_the_deltas_sends_the_whole(
 @pytest.mark.process
 def test_a_chain_that_takes_more_than_the_whole_is_not_taken(
     server: HttpServer, versions: Versions, tmp_path: Path
-) -> None:  # noqa: F811
+) -> None:
     model = versions.model("b")
     with torch.no_grad():
         for weight in model.parameters():
