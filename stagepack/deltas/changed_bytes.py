@@ -19,6 +19,11 @@ from stagepack.format.listed_files import ListedFiles
 from stagepack.format.rules import rule_error
 from stagepack.format.threads import map_in_threads
 
+# What each open delta changes, by file, as long as something is composed with it.
+_changes: "weakref.WeakKeyDictionary[ListedFiles, weakref.WeakValueDictionary[str, ChangedBytes]]" = (
+    weakref.WeakKeyDictionary()
+)
+
 
 @dataclass(eq=False)
 class ChangedBytes:
@@ -27,6 +32,12 @@ class ChangedBytes:
     delta: ListedFiles
     changed: ChangedFile
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, delta: ListedFiles, changed: ChangedFile) -> "ChangedBytes":
+        """Return what an open delta changes in a file: one object for all chains, which reads its data file also when that was removed."""
+        changes = _changes.setdefault(delta, weakref.WeakValueDictionary())
+        return changes.setdefault(changed.name, cls(delta, changed))
 
     @cached_property
     def _starts(self) -> list[int]:

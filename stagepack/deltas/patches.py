@@ -78,6 +78,11 @@ class ComposedFiles:
         return tuple(os.path.abspath(delta.path) for delta in self.deltas)
 
     @property
+    def open_deltas(self) -> Mapping[str, Delta]:
+        """See `FilePatches`."""
+        return {delta.digest: delta for delta in self.deltas}
+
+    @property
     def version(self) -> str:
         """See `FilePatches`."""
         return self.deltas[-1].version if self.deltas else ""
@@ -140,7 +145,7 @@ def _follow(base_files: Mapping[str, File], deltas: Sequence[Delta]) -> dict[str
         for entry in delta.result_manifest.files:
             former, changed = composed.get(entry.name), delta.changed_files.get(entry.name)
             if changed is not None:
-                step = ChangedBytes(delta, changed)
+                step = ChangedBytes.of(delta, changed)
                 size = 0 if former is None else former.entry.size
                 if (message := _base_problem(changed, size, entry.size)) is not None:
                     problems.append(Problem(rule="Y9", where=f"{delta.location}: {entry.name}", message=message))

@@ -1,7 +1,7 @@
 """Where the files of a bundle come from, if its folder does not have all of them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 from stagepack.errors import Problem
 from stagepack.format.chunks import File
@@ -95,6 +95,10 @@ class FilePatches(Protocol):
     @property
     def paths(self) -> tuple[str, ...]:
         """The folders that a process on this machine makes the same files from."""
+
+    @property
+    def open_deltas(self) -> Mapping[str, Any]:
+        """What changes the files, as it was opened, in order, by digest."""
 
     @property
     def version(self) -> str:

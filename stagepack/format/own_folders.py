@@ -44,13 +44,23 @@ def document_format(content: bytes) -> str | None:
 
 def check_replaceable(path: Path, document_format: str = BUNDLE_FORMAT) -> None:
     """Refuse to replace or remove a folder unless it is of a format as stagepack writes it."""
-    if path.is_symlink() or folder_format(path) != document_format:
+    check_no_link(path)
+    if folder_format(path) != document_format:
         kind = document_format.removeprefix("stagepack").strip() or "bundle"
         raise OutputExistsError(f"{path}: exists and is not a {kind}, so it is not overwritten: choose another name")
     check_no_cache(path)
     if links := sorted(entry.name for entry in os.scandir(path) if entry.is_symlink()):
         raise OutputExistsError(
             f"{path}: has links that another tool made, so it is not overwritten: {format_names(links)}: choose another name"
+        )
+
+
+def check_no_link(path: Path) -> None:
+    """Refuse to replace a symbolic link: what it leads to would stay as it is, for all others who use that."""
+    if path.is_symlink():
+        raise OutputExistsError(
+            f"{path}: is a symbolic link to {os.readlink(path)[:200]!r}, which is not replaced: give the folder itself, "
+            f"{os.path.realpath(path)}, or choose another name"
         )
 
 

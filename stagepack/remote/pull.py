@@ -11,7 +11,7 @@ from stagepack.deltas.delta import Delta, open_listed
 from stagepack.errors import OutputExistsError, StagepackError, WriteError
 from stagepack.format.file_writing import synchronize
 from stagepack.format.output_file import remove_folder, replace_folder
-from stagepack.format.own_folders import check_outside_bundles, folder_format, other_files
+from stagepack.format.own_folders import check_no_link, check_outside_bundles, folder_format, other_files
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
@@ -66,7 +66,8 @@ def _pull_once(
 ) -> tuple[Bundle | Delta, bool]:
     if digest is not None and (present := _find_present(path, digest)) is not None:
         return _finished(present, download_folder), False
-    if os.path.lexists(path) and (path.is_symlink() or folder_format(path) is None):
+    check_no_link(path)
+    if os.path.lexists(path) and folder_format(path) is None:
         raise OutputExistsError(f"{path}: exists and is not a bundle, so it is not replaced: choose another path")
     check_outside_bundles(path)
     _check_own_folder(download_folder)

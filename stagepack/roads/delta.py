@@ -149,6 +149,10 @@ def _write_files(writer: BundleWriter, old: Bundle, new: Bundle) -> list[Changed
 
 def check_version_name(version: str) -> None:
     """Refuse a version that no delta may have (Y2)."""
+    if not isinstance(version, str):
+        raise OptionError(
+            f"version: expected a text, found {type(version).__name__}: {version!r:.80}: write version={str(version)[:80]!r}"
+        )
     if not is_weight_version(version):
         raise OptionError(
             f"version: expected a text of up to {WEIGHT_VERSION_CHARACTERS} characters, no control characters, found {str(version)[:80]!r}"

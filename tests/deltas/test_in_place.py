@@ -105,3 +105,15 @@ def test_a_killed_apply_leaves_the_old_bundle_or_the_new_one(versions: Versions,
 @pytest.mark.slow
 def test_many_kills(versions: Versions, tmp_path: Path) -> None:
     assert kills(versions, tmp_path, 40)
+
+
+def test_a_link_is_not_replaced_and_the_folder_behind_it_is_named(versions: Versions, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(versions.a, tmp_path / "m.stagepack"))
+    link = tmp_path / "link.stagepack"
+    link.symlink_to("m.stagepack")
+    for out in (link, f"{link}/"):
+        with pytest.raises(
+            OutputExistsError, match=rf"is a symbolic link to 'm\.stagepack'.*give the folder itself, {path}"
+        ):
+            stagepack.apply_deltas(link, [versions.a_to_b], out=out, overwrite=True)
+    assert_same_folder(path, versions.a)

@@ -93,3 +93,11 @@ def test_a_wrong_chain_is_refused_before_anything_is_written(versions: Versions,
     with pytest.raises(OptionError, match="expected a sequence of deltas"):
         stagepack.load(versions.a, deltas=str(versions.a_to_b))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back.delta"]
+
+
+@pytest.mark.parametrize("version", [5, None, b"5", ["5"]])
+def test_a_version_that_is_no_text_is_named(versions: Versions, tmp_path: Path, version: Any) -> None:
+    with pytest.raises(
+        OptionError, match=rf"version: expected a text, found {type(version).__name__}: .*: write version="
+    ):
+        stagepack.delta(versions.a, versions.b, out=tmp_path / "d", version=version)

@@ -199,3 +199,25 @@ def test_processes_that_start_again_have_the_deltas_that_were_applied(versions: 
         assert torch.equal(pipeline(X), answer(versions.c))
         pipeline.update(versions.b)
         assert torch.equal(pipeline(X), answer(versions.b))
+
+
+@pytest.mark.process
+def test_processes_need_no_folder_of_a_delta_that_they_have_applied(versions: Versions, tmp_path: Path) -> None:
+    first = Path(shutil.copytree(versions.a_to_b, tmp_path / "first"))
+    with in_processes(Bundle(versions.a)) as pipeline:
+        pipeline.update(first)
+        shutil.rmtree(first)
+        pipeline.update(versions.b_to_c)
+        assert torch.equal(pipeline(X), answer(versions.c))
+
+
+def test_a_chain_that_comes_back_to_its_begin_has_one_rule(versions: Versions, tmp_path: Path) -> None:
+    back = stagepack.delta(versions.b, versions.a, out=tmp_path / "back")
+    chain = [versions.a_to_b, back.path]
+    pipeline = stagepack.load(versions.a)
+    for attempt in (partial(pipeline.update, chain), partial(stagepack.load, versions.a, deltas=chain)):
+        with pytest.raises(FormatError, match=r"which is the base or an earlier result: leave out the deltas .*\[Y8\]"):
+            attempt()
+    pipeline.update(versions.a_to_b)
+    pipeline.update(back)
+    assert torch.equal(pipeline(X), answer(versions.a))

@@ -59,6 +59,7 @@ class GroupVersions:
             digest=bundle.stored_digest,
             result=bundle.digest,
             deltas=() if bundle.patches is None else bundle.patches.paths,
+            delta_digests=() if bundle.patches is None else tuple(bundle.patches.open_deltas),
         )
         try:
             reports = front.staging.stage(description)

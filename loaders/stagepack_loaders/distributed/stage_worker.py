@@ -154,8 +154,8 @@ class StageWorker:
         """Load a version beside those that run, in the thread that calls; return what the front is told."""
         report = UpdateReport(version="", previous="")
         try:
-            source = UpdateSource(bundle=description.open(), name=description.name)
             running = self._versions[description.base]
+            source = UpdateSource(bundle=description.open(running.bundle.stored), name=description.name)
             self._versions[description.number] = self._local.stage(source, report, SharedObjects(), running)
         except Exception as error:  # noqa: BLE001 - the front gets any error
             return VersionStaged(version=description.number, error=report_error(error))

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from stagepack.errors import StageLostError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
-from stagepack.opening import open_bundle
+from stagepack.opening import open_bundle, open_delta, with_deltas
 from stagepack_loaders.distributed.meeting import Members
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.status import VersionStaged
@@ -30,6 +30,7 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         digest: the digest of the bundle there.
         result: the digest of the bundle of the version.
         deltas: the folders of the deltas that make the bundle of it.
+        delta_digests: the digests of these deltas.
     """
 
     number: int
@@ -39,10 +40,20 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
     digest: str
     result: str
     deltas: tuple[str, ...] = ()
+    delta_digests: tuple[str, ...] = ()
 
-    def open(self) -> Bundle:
-        """Open the bundle; refuse another one than the front has."""
-        bundle = open_bundle(self.location, digest=self.digest, deltas=self.deltas)
+    def open(self, running: Bundle) -> Bundle:
+        """Open the bundle; refuse another one than the front has.
+
+        running: the bundle that runs; its deltas are not opened again, since their folders may be gone.
+        """
+        known = {} if running.patches is None else running.patches.open_deltas
+        base = open_bundle(self.location, digest=self.digest)
+        deltas = [
+            known.get(digest) or open_delta(path, digest=digest)
+            for path, digest in zip(self.deltas, self.delta_digests, strict=True)
+        ]
+        bundle = with_deltas(base, deltas)
         if bundle.digest != self.result:
             raise rule_error("D3", bundle.location, f"expected the bundle {self.result}, found {bundle.digest}")
         return bundle
