@@ -1,6 +1,6 @@
 """The adapters of calls: the keyword that names them, and the input that gives their numbers to the stages."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
@@ -8,7 +8,7 @@ from stagepack.format.reader import Bundle
 
 
 class AdapterCalls:
-    """What calls of a bundle say about adapters.
+    """What calls of a bundle, or of one of its stages with `argument_names`, say about adapters.
 
     Attributes:
         names: the names of the adapters that the bundle is loaded with.
@@ -17,7 +17,7 @@ class AdapterCalls:
         apart: an adapter that replaces whole weights, so that calls of several adapters are not joined; None if there is none.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, argument_names: Collection[str] | None = None) -> None:
         self._bundle = bundle if isinstance(bundle, AdaptedBundle) else None
         self.names: tuple[str, ...] = () if self._bundle is None else tuple(self._bundle.adapters)
         self.keyword: str | None = None
@@ -25,7 +25,9 @@ class AdapterCalls:
         self.apart = next((name for name, adapter in adapters.items() if adapter.document.replaced), None)
         if self._bundle is not None:
             self.keyword = "adapter"
-            while any(parameter.name == self.keyword for parameter in bundle.entry_point.signature.parameters):
+            if argument_names is None:
+                argument_names = [parameter.name for parameter in bundle.entry_point.signature.parameters]
+            while self.keyword in argument_names:
                 self.keyword += "_"
 
     def named_as_model(self, model_name: str, own_name: str) -> str | None:

@@ -15,7 +15,15 @@ from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.decoders import ENCODER_NAME, generating_entry_point
 from stagepack_loaders.joint_versions import join_versions
 from stagepack_loaders.local_pipeline import Pipeline, load_pipeline
-from stagepack_loaders.options import DEFAULT_RUNTIME, Compile, LoadOptions, Verify, device_list
+from stagepack_loaders.options import (
+    DEFAULT_RUNTIME,
+    AdapterFolders,
+    Compile,
+    LoadOptions,
+    Verify,
+    adapter_list,
+    device_list,
+)
 from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.update_sources import WeightSource
@@ -168,6 +176,7 @@ def load_entry_points(
     copy: bool = False,
     compile: Compile = False,
     stream: bool = False,
+    adapters: AdapterFolders = (),
     limits: Limits | None = None,
 ) -> EntryPointPipelines:
     """Load all entry points of a bundle into this process.
@@ -189,6 +198,8 @@ def load_entry_points(
         copy: see `stagepack.load`.
         compile: see `stagepack.load`.
         stream: see `stagepack.load`.
+        adapters: see `stagepack.load`. Each entry point runs the part of an adapter that changes its weights: give calls that belong
+            together the same one.
         limits: see `stagepack.load`; without `stall_seconds`.
 
     Returns:
@@ -215,7 +226,13 @@ def load_entry_points(
         expected = format_names(names)
         raise EntryPointError(f"devices: expected names among {expected}, found {format_names(sorted(unknown))}")
     options = LoadOptions(
-        runtime=runtime, allow_ops=allow_ops, verify=verify, copy=copy, compile=compile, stream=stream
+        runtime=runtime,
+        allow_ops=allow_ops,
+        verify=verify,
+        copy=copy,
+        compile=compile,
+        stream=stream,
+        adapters=adapter_list(adapters),
     )
     options_of_name = {
         name: structs.replace(options, devices=device_list(devices_of_name.get(name), device)) for name in names

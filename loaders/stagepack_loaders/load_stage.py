@@ -4,12 +4,22 @@ import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.base import Loading
-from stagepack_loaders.options import DEFAULT_RUNTIME, Compile, LoadOptions, LocalKeywords, Verify, folder_name
+from stagepack_loaders.options import (
+    DEFAULT_RUNTIME,
+    AdapterFolders,
+    Compile,
+    LoadOptions,
+    LocalKeywords,
+    Verify,
+    adapter_list,
+    folder_name,
+)
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare, reading_progress
 from stagepack_loaders.registry import choose_runtime
 
@@ -63,6 +73,7 @@ def load_stage(
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
     device_memory: int | str | None = None,
+    adapters: AdapterFolders = (),
 ) -> Any:
     """Load one stage of a bundle, or several consecutive ones as one. Only their own files and the shared files that they name are read.
 
@@ -89,6 +100,7 @@ def load_stage(
         compiled: see `load`.
         stream: see `load`; not with `modules`.
         device_memory: see `load`; not with `modules`.
+        adapters: see `load`; not with `modules`. Calls of the stage then have the keyword ``adapter``: give all stages the same one.
 
     Returns:
         A callable that takes the inputs of the stage, by position or by edge name, and returns a tuple of its outputs: in torch a
@@ -100,7 +112,7 @@ def load_stage(
         OptionError: neither `stage` nor `stages` is given, or both; a runtime is unknown, or an option does not go with the runtime or
             with another option.
         NotABundleError, VersionError, DigestError, FormatError, SignatureError, RemoteError, WriteError, DeviceError, OperatorError,
-            CompiledError, MissingPackageError: see `load`.
+            AdapterError, CompiledError, MissingPackageError: see `load`.
 
     Examples:
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
@@ -127,7 +139,9 @@ def load_stage(
         stream=stream,
         device_memory=device_memory,
         modules=modules,
+        adapters=adapter_list(adapters),
     )
+    opened_bundle = with_adapters(opened_bundle, options.adapters)
     with reading_progress(opened_bundle, [stage], Loading(options=options, types=types)) as loading:
         ready_stages = compile_prepared(opened_bundle, prepare(opened_bundle, loading, [stage]), options)
         return ready_stages[stage].finish(verify=options.verifies_weights)

@@ -25,6 +25,9 @@ DEFAULT_RUNTIME: Final = "auto"
 # The largest number of requests on their way through the stages, unless the caller names another.
 DEFAULT_IN_FLIGHT: Final = 16
 
+# Adapters as callers name them: folders, each by ``NAME=FOLDER`` or with its last part as the name, or folders by name.
+AdapterFolders = Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
+
 
 class LoadKeywords(TypedDict, total=False):
     """The keywords that `stagepack.load` and `stagepack.load_stage` share, for their overloads."""
@@ -37,6 +40,7 @@ class LoadKeywords(TypedDict, total=False):
     copy: bool
     compile: Compile
     compiled: str | os.PathLike[str] | None
+    adapters: AdapterFolders
 
 
 class LocalKeywords(LoadKeywords, total=False):
@@ -214,7 +218,7 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
             except ValueError as error:
                 raise OptionError(f"device_memory: {error}") from None
         if self.adapters:
-            for excluded in ("compile", "compiled", "stream", "device_memory", "modules"):
+            for excluded in ("compiled", "modules"):
                 if getattr(self, excluded) not in (False, None):
                     raise OptionError(f"adapters excludes {excluded}: leave out one of them, or merge the adapter")
         if self.arriving is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from stagepack.adapter.adapted_bundle import ROWS_NAME
 from stagepack.errors import InputError, StageFailedError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
@@ -14,6 +15,7 @@ from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Guard, Symbol
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import LoadedStage, Runtime
 from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
@@ -155,12 +157,25 @@ def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: M
     return {input_name: bound_inputs[input_name] for input_name in input_names}
 
 
-def check_inputs(
-    inputs: Sequence[Value | Edge], bound_inputs: Mapping[str, Any], symbols: Iterable[Symbol], guards: Iterable[Guard]
-) -> None:
-    """Check the inputs of a stage against their recorded types, shapes and ranges, and those guards whose symbols they determine."""
+def checked_inputs(
+    inputs: Sequence[Value | Edge],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    symbols: Iterable[Symbol],
+    guards: Iterable[Guard],
+    adapters: AdapterCalls,
+) -> dict[str, Any]:
+    """Match a call of a stage with its inputs; return the value of each, by name, in the order of `inputs`.
+
+    They are checked against their recorded types, shapes and ranges, and those guards whose symbols they determine. The adapters of the
+    rows are named by a keyword.
+    """
+    own_inputs = [value_type for value_type in inputs if value_type.name != ROWS_NAME]
+    adapter, kwargs = adapters.take(kwargs)
+    bound_inputs = bind_inputs(own_inputs, args, kwargs)
     arguments = {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}
-    check_values(inputs, arguments, symbols, guards)
+    adapters.add(bound_inputs, check_values(own_inputs, arguments, symbols, guards), adapter)
+    return {value_type.name: bound_inputs[value_type.name] for value_type in inputs}
 
 
 class CallableStage(ABC):
@@ -186,21 +201,21 @@ class CallableStage(ABC):
         self.outputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.outputs]
         self._stage_number = stage_number
         self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards
+        self._adapter_calls = AdapterCalls(bundle, stage_entry.inputs)
 
     @abstractmethod
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage; see `stagepack_loaders.base.LoadedStage`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Check the inputs, run the stage, and convert the outputs.
+        """Check the inputs, run the stage, and convert the outputs. With adapters, ``adapter`` names that of all rows, or of each.
 
         Raises:
             InputError: an input is missing, unknown, or does not fit its recorded type, shape or range; or a value of an input is out
                 of range for an operator.
             StageFailedError: an operator failed.
         """
-        bound_inputs = bind_inputs(self.inputs, args, kwargs)
-        check_inputs(self.inputs, bound_inputs, self._symbols, self._guards)
+        bound_inputs = checked_inputs(self.inputs, args, kwargs, self._symbols, self._guards, self._adapter_calls)
         runtime = find_runtime(self.runtime)
         values = [to_runtime(bound_inputs[edge.name], edge, runtime) for edge in self.inputs]
         with typed_stage_errors(self._stage_number):

@@ -31,7 +31,7 @@ class WeightUse:
         weights: their indices in the weight table.
         first_step: the number of the first step that uses one of them.
         last_step: the number of the last step that uses one of them, or a view of one; the number of steps if the graph returns it.
-        byte_count: their size, for a plan.
+        byte_count: their size, for a plan; before it, that of what stays beside them.
         must_stay: they cannot pass through, for example because calls write them.
     """
 

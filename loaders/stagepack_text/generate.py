@@ -85,6 +85,7 @@ def generate(
         check_tokens(decoder.bundle, prompts, vocabulary_size)
     text_count = _sequence_count(chosen_settings)
     repeated = prompts.repeat(text_count)
+    encoder_adapter = adapter
     if isinstance(adapter, list | tuple):
         adapter = [name for name in adapter for _ in range(text_count)]
     stop_strings = _stop_strings(decoder.bundle, prompts, chosen_settings)
@@ -92,7 +93,7 @@ def generate(
         if encoder is None:
             loop = TokenLoop(facts, chosen_settings, repeated.tokens, repeated.mask, stop_strings=stop_strings)
         else:
-            rows = _encode(encoder, _encoder_inputs(encoder, inputs, prompts), facts.max_batch)
+            rows = _encode(encoder, _encoder_inputs(encoder, inputs, prompts), facts.max_batch, encoder_adapter)
             if text_count > 1:
                 rows = rows[numpy.repeat(numpy.arange(len(rows)), text_count).tolist()]
             loop = TokenLoop(facts, chosen_settings, chosen_settings.first_tokens(len(rows)), stop_strings=stop_strings)
@@ -146,21 +147,27 @@ def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts
                     else value
                     for name, value in _rows_of(call.inputs, group).items()
                 }
-                if adapter is not None:
-                    group_inputs["adapter"] = adapter[group] if isinstance(adapter, list) else adapter
+                group_inputs |= _adapter_of(group, adapter)
                 logits.append(logits_as_floats(to_elements(sequence(**group_inputs), facts.logits), facts.logits))
             yield logits[0] if len(logits) == 1 else numpy.concatenate(logits)
 
 
-def _encode(encoder: TextPipeline, inputs: Mapping[str, Any], most_texts: int | None) -> Any:
-    """What an encoder returns for all texts."""
+def _adapter_of(group: slice, adapter: Any) -> dict[str, Any]:
+    """The adapter of a call for some of the texts; `adapter` is that of all texts, or a list of those of each."""
+    if adapter is None:
+        return {}
+    return {"adapter": list(adapter[group]) if isinstance(adapter, list | tuple) else adapter}
+
+
+def _encode(encoder: TextPipeline, inputs: Mapping[str, Any], most_texts: int | None, adapter: Any) -> Any:
+    """What an encoder returns for all texts, with the adapters that the decoder has for them."""
     main_input = _main_input(encoder)
     value = inputs[main_input.name]
     has_batch = value.ndim == len(main_input.shape)  # an error of the call else, which names the input
     groups = _groups(len(value) if has_batch else 1, most_texts)
     if len(groups) == 1:
-        return encoder(**inputs)
-    rows = [encoder(**_rows_of(inputs, group)) for group in groups]
+        return encoder(**inputs, **_adapter_of(slice(None), adapter))
+    rows = [encoder(**_rows_of(inputs, group), **_adapter_of(group, adapter)) for group in groups]
     return array_ops_of(rows[0]).join(rows)
 
 

@@ -140,21 +140,21 @@ class AdaptedBundle(Bundle):
         """Return the number of the adapter of each row of a call, an array of numpy.
 
         names: the name of an adapter, or None for none; or one for each row, in a list.
-        sizes: the sizes of the symbols in the call.
+        sizes: the sizes of the symbols in the call. The inputs of a stage may leave that of the batch open: all rows then have one adapter.
         """
-        row_count = 1 if self.batch is None else sizes[self.batch]
+        row_count = 1 if self.batch is None else sizes.get(self.batch, 1)
         if names is None or isinstance(names, str):
             return numpy.full(row_count, self._number(names), numpy.int64)
         if not isinstance(names, Sequence):
             raise InputError(
                 f"adapter: expected the name of an adapter, or a list of names, found {type(names).__name__}"
             )
-        if self.batch is None and len(set(names)) == 1:
+        has_rows = self.batch in sizes
+        if not has_rows and len(set(names)) == 1:
             names = names[:1]
         if len(names) != row_count:
-            rows = (
-                "1, since the bundle has no batch dimension" if self.batch is None else f"{row_count}, one for each row"
-            )
+            reason = "the bundle has no batch dimension" if self.batch is None else "the inputs do not say how many rows there are"
+            rows = f"{row_count}, one for each row" if has_rows else f"1, since {reason}"
             raise InputError(f"adapter: expected {rows}, found {len(names)} names")
         return numpy.array([self._number(name) for name in names], numpy.int64).reshape(row_count)
 

@@ -87,10 +87,12 @@ class ChangedGraph:
     Attributes:
         graph: the graph.
         inputs: the module and the role of each further input, in order.
+        starts: where the nodes begin that each node of the graph before has become, and the number of all nodes.
     """
 
     graph: Graph
     inputs: tuple[tuple[str, Role], ...]
+    starts: tuple[int, ...]
 
 
 def computing_dtype(weight_dtype: str) -> str:
@@ -111,7 +113,9 @@ def change_graph(
     """
     rewriting = _Rewriting(graph, pairs, batch)
     use_of_node = {use.node: use for use in uses}
+    starts = []
     for node_number, node in enumerate(graph.nodes):
+        starts.append(len(rewriting.nodes))
         if node_number in use_of_node:
             rewriting.apply(node, use_of_node[node_number])
         else:
@@ -123,7 +127,7 @@ def change_graph(
         ops=tuple(rewriting.ops),
         calls=(),
     )
-    return ChangedGraph(changed, tuple(rewriting.inputs))
+    return ChangedGraph(changed, tuple(rewriting.inputs), (*starts, len(rewriting.nodes)))
 
 
 def without_rows(graph: Graph, uses: Sequence[Use], batch: str) -> list[str]:

@@ -47,11 +47,13 @@ from stagepack_loaders.distributed.status import attribute_error
 from stagepack_loaders.options import (
     AUTO,
     DEFAULT_IN_FLIGHT,
+    AdapterFolders,
     Compile,
     LoadOptions,
     PlacementOptions,
     ProcessOptions,
     Verify,
+    adapter_list,
     device_list,
     folder_name,
 )
@@ -73,6 +75,7 @@ def connect(
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
+    adapters: AdapterFolders = (),
     in_flight: int = DEFAULT_IN_FLIGHT,
     limits: Limits | None = None,
     microbatch_size: int | None = None,
@@ -101,6 +104,7 @@ def connect(
         copy: as for `stagepack.load`.
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
+        adapters: as for `stagepack.load`: the same ones in the same order, for each process on paths of its own.
         in_flight: the largest number of requests on their way.
         limits: as for `stagepack.load`.
         microbatch_size: as for `stagepack.load`.
@@ -135,6 +139,7 @@ def connect(
         copy=copy,
         compile=compile,
         compiled=folder_name(compiled),
+        adapters=adapter_list(adapters),
         placement=PlacementOptions(
             memory=memory, speeds=speeds, profiles=profiles, links=links, stages_per_device=stages_per_device
         ),

@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import GroupError, StageLostError, StagepackError, first_line
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.launch_environment import (
@@ -51,6 +52,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     size: int  # of the group that it was started in
     digest: str
     placement: str  # how many stages of the bundle each joined stage has
+    adapters: str  # their names and digests, in order: calls have their numbers
     stagepack: str
     torch: str
     machine: str  # of `machine_id`
@@ -117,12 +119,18 @@ def own_identity(bundle: Bundle, size: int, listener_name: str, address: str | N
         size=size,
         digest=bundle.stored.identity,
         placement=",".join(str(len(bundle.stored_stages(number))) for number in range(len(bundle.stages))),
+        adapters=_adapters_text(bundle),
         stagepack=version("stagepack"),
         torch=str(torch.__version__),
         machine=machine_id(),
         listener=listener_name,
         address=address,
     )
+
+
+def _adapters_text(bundle: Bundle) -> str:
+    adapters = bundle.adapters if isinstance(bundle, AdaptedBundle) else {}
+    return ", ".join(f"{name} {adapter.document.sha256}" for name, adapter in adapters.items()) or "none"
 
 
 def check_identities(identities: Mapping[int, Identity]) -> None:
@@ -137,6 +145,7 @@ def check_identities(identities: Mapping[int, Identity]) -> None:
             "give all the same one, and load a bundle that was replaced anew",
         ),
         ("placement", "placement of the stages", "give all the same devices, memory and speeds, or --placement"),
+        ("adapters", "adapters, by name and digest", "give all the same ones, in the same order"),
         ("stagepack", "version of stagepack", "install the same one on all nodes"),
         ("torch", "version of torch", "install the same one on all nodes"),
     ):

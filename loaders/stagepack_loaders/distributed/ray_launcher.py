@@ -31,7 +31,16 @@ from stagepack_loaders.distributed.stage_process import (
     run_process,
 )
 from stagepack_loaders.distributed.status import ProcessEnd
-from stagepack_loaders.options import DEFAULT_IN_FLIGHT, Compile, LoadOptions, ProcessOptions, Verify, folder_name
+from stagepack_loaders.options import (
+    DEFAULT_IN_FLIGHT,
+    AdapterFolders,
+    Compile,
+    LoadOptions,
+    ProcessOptions,
+    Verify,
+    adapter_list,
+    folder_name,
+)
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 
@@ -173,6 +182,7 @@ def launch(
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
+    adapters: AdapterFolders = (),
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
@@ -203,6 +213,7 @@ def launch(
         copy: as for `stagepack.load`.
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
+        adapters: as for `stagepack.load`, on the same paths on each node.
         imports: modules that each actor imports first, such as those that register custom operators.
         max_restarts: how often within an hour all actors are started again after one was lost. They may then be on other nodes.
         in_flight: the largest number of calls on their way through the stages.
@@ -239,6 +250,7 @@ def launch(
         copy=copy,
         compile=compile,
         compiled=folder_name(compiled),
+        adapters=adapter_list(adapters),
     )
     process_options = ProcessOptions(
         imports=imports,

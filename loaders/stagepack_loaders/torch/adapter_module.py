@@ -22,12 +22,14 @@ from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph
 from stagepack.format.rules import raise_problems
 from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.torch.weight_gate import GatedModule
 from stagepack_loaders.weight_files import map_weight_file
 
 # Clients choose which adapters are in a call together: of their modules so many are kept, each of as many nodes as the stage.
 _KEPT_FORMS: Final = 16
-# Builds the module of a changed graph.
-BuildModule = Callable[[Graph], GraphModule]
+# Builds the module of a changed graph, and compiles the module of a graph.
+BuildModule = Callable[[ChangedGraph], torch.nn.Module]
+CompileModule = Callable[[GraphModule, Graph], torch.nn.Module]
 # A list of tensors for the further inputs, and the tensors that replace weights, by the position of the weight.
 _Extras = tuple[list[torch.Tensor], dict[int, torch.Tensor]]
 
@@ -44,7 +46,7 @@ class _Change(NamedTuple):
 class _Form(NamedTuple):
     """A module that applies changes, its graph, and the changed modules that compute the same for all rows."""
 
-    module: GraphModule
+    module: torch.nn.Module
     changed: ChangedGraph
     shared_modules: Sequence[str]
 
@@ -107,12 +109,17 @@ class AdapterModule(torch.nn.Module):
     """Runs a stage whose input `ROWS_NAME` says which adapter each row has.
 
     Attributes:
-        plain_module: the stage without adapters.
+        plain_module: the stage without adapters, compiled, or with questions for its weights.
         adapters: the adapters of the stage, by number.
     """
 
     def __init__(
-        self, plain_module: GraphModule, graph: Graph, bundle: AdaptedBundle, device: torch.device, build: BuildModule
+        self,
+        plain_module: torch.nn.Module,
+        graph: Graph,
+        bundle: AdaptedBundle,
+        device: torch.device,
+        build: BuildModule,
     ) -> None:
         super().__init__()
         self.plain_module = plain_module
@@ -126,9 +133,21 @@ class AdapterModule(torch.nn.Module):
         self._uses_of: dict[object, list[Use]] = {}
         self._modules_of: dict[object, _Form] = {}
         self._lock = threading.Lock()
-        self._single: dict[int, tuple[GraphModule, _Extras]] = {}
+        self._single: dict[int, tuple[torch.nn.Module, _Extras]] = {}
         # The rows of the last call are kept: most calls of a text have those of the one before.
-        self._mixed: tuple[tuple[int, ...], GraphModule, list[torch.Tensor]] | None = None
+        self._mixed: tuple[tuple[int, ...], torch.nn.Module, list[torch.Tensor]] | None = None
+
+    def compile_with(self, compile_module: CompileModule) -> None:
+        """Compile what runs the stage, at its first call; before `load`."""
+        build = self._build
+
+        def build_compiled(changed: ChangedGraph) -> torch.nn.Module:
+            module = build(changed)
+            assert isinstance(module, GraphModule)
+            return compile_module(module, changed.graph)
+
+        assert isinstance(self.plain_module, GraphModule)
+        self._build, self.plain_module = build_compiled, compile_module(self.plain_module, self._graph)
 
     def load(self, adapters: Sequence[OpenAdapter], *, verify: bool) -> None:
         """Read the tensors of adapters, and build what applies each to all rows."""
@@ -165,14 +184,14 @@ class AdapterModule(torch.nn.Module):
         with self._lock:
             if key not in self._modules_of:
                 changed = change_graph(self._graph, uses, pairs, batch)
-                module = self._build(changed.graph) if uses else self.plain_module
+                module = self._build(changed) if uses else self.plain_module
                 shared = [] if batch is None else without_rows(self._graph, uses, batch)
                 if len(self._modules_of) >= _KEPT_FORMS:
                     del self._modules_of[next(iter(self._modules_of))]
                 self._modules_of[key] = _Form(module, changed, shared)
             return self._modules_of[key]
 
-    def _single_form(self, adapter: StageAdapter) -> tuple[GraphModule, _Extras]:
+    def _single_form(self, adapter: StageAdapter) -> tuple[torch.nn.Module, _Extras]:
         """What applies one adapter to all rows."""
         module, changed, _ = self._module(adapter.uses, adapter.pairs, None)
         tensors = []
@@ -183,7 +202,7 @@ class AdapterModule(torch.nn.Module):
             )
         return module, (tensors, adapter.replaced)
 
-    def _mixed_form(self, numbers: tuple[int, ...]) -> tuple[GraphModule, list[torch.Tensor]]:
+    def _mixed_form(self, numbers: tuple[int, ...]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
         """What applies to each row its own adapter."""
         last = self._mixed
         if last is not None and last[0] == numbers:
@@ -223,6 +242,8 @@ class AdapterModule(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AdapterModule":
         """Return a copy that shares the tensors of the adapters, which no call writes."""
+        if isinstance(self.plain_module, GatedModule):
+            self.plain_module.wait_for_copy()
         duplicate = copy.copy(self)
         memo[id(self)] = duplicate
         return duplicate

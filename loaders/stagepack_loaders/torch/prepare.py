@@ -14,21 +14,21 @@ from typing import Any, Final
 import torch
 from blake3 import blake3
 from msgspec import structs
-from torch.fx import GraphModule
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.chunks import File
-from stagepack.format.folded_graph import trivially_folded
-from stagepack.format.graph import Graph
+from stagepack.format.graph import FoldedGraph, Graph
 from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.validate.whole_model import check_whole_model
 from stagepack.graph.region_functions import folded_functions
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.torch.adapter_forms import FormBuilder, adapter_use
 from stagepack_loaders.torch.adapter_module import AdapterModule, check_changes
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
@@ -41,7 +41,7 @@ from stagepack_loaders.torch.weight_gate import GatedModule
 from stagepack_loaders.torch.weight_store import ArrivingStore, StageWeights, WeightCache, WeightStore, written_buffers
 from stagepack_loaders.torch.weight_window import WindowStore
 from stagepack_loaders.weight_files import FolderReader, VerificationRecord
-from stagepack_loaders.window_plan import weight_uses
+from stagepack_loaders.window_plan import WeightUse, weight_uses
 
 # The folder of the record of checked graphs; empty to keep none.
 CHECKED_GRAPHS_VARIABLE: Final = "STAGEPACK_CHECKED_GRAPHS"
@@ -74,11 +74,11 @@ class PreparedTorchStage:
         """
         loaded = self.store.load(self.weights, verify=verify)
         bundle = self.weights.bundle
+        if self.code.gated is not None:
+            assert loaded.gate is not None
+            self.code.gated.gate = loaded.gate
         if isinstance(self.code.compiled_module, AdapterModule) and isinstance(bundle, AdaptedBundle):
             self.code.compiled_module.load(list(bundle.adapters.values()), verify=verify)
-        if isinstance(self.code.compiled_module, GatedModule):
-            assert loaded.gate is not None
-            self.code.compiled_module.gate = loaded.gate
         state_names = bundle.stages[self.code.stage_number].state
         return TorchStage(
             self.code,
@@ -121,7 +121,7 @@ def prepare_stages(
             device=placement[stage_number],
             # On another device than the CPU the weights are copies anyway.
             loading=loading if placement[stage_number].type == "cpu" else uncopied,
-            uses=weight_uses(folded, graph) if options.arriving is not None else (),
+            uses=_weight_uses(bundle, folded, graph, options) if options.arriving is not None else (),
             stream=stream,
         )
         for stage_number, (folded, graph, _) in parts.items()
@@ -133,10 +133,11 @@ def prepare_stages(
         for stage_number, stage in device_weights.items():
             code = codes[stage_number]
             if store.has_gate(stage):
-                module = GatedModule(code.graph_module, parts[stage_number], device, stage.uses)
-                code = replace(code, compiled_module=module)
+                gated = GatedModule(code.graph_module, parts[stage_number], device, stage.uses)
+                code = replace(code, compiled_module=gated)
             if isinstance(bundle, AdaptedBundle):
-                code = replace(code, compiled_module=_adapter_module(bundle, code, device, loading))
+                module = _adapter_module(bundle, code, parts[stage_number], stage)
+                code = replace(code, compiled_module=module)
             prepared_stages[stage_number] = PreparedTorchStage(code=code, weights=stage, store=store)
     return prepared_stages
 
@@ -223,16 +224,28 @@ def _operators(graph: Graph, loading: Loading, graph_name: str) -> list[Callable
     return operators
 
 
-def _adapter_module(bundle: AdaptedBundle, code: StageCode, device: torch.device, loading: Loading) -> AdapterModule:
+def _weight_uses(bundle: Bundle, folded: FoldedGraph, graph: Graph, options: LoadOptions) -> list[WeightUse]:
+    """The uses of the weights of a stage; adapters take a part of `device_memory`."""
+    uses = weight_uses(folded, graph)
+    if isinstance(bundle, AdaptedBundle) and options.device_memory is not None:
+        uses.append(adapter_use(bundle, folded, graph))
+    return uses
+
+
+def _adapter_module(bundle: AdaptedBundle, code: StageCode, parts: StageParts, weights: StageWeights) -> AdapterModule:
     """The module of a stage that runs with adapters. Their tensors are not read yet."""
-    graph_name = bundle.stages[code.stage_number].graph
-
-    def build(graph: Graph) -> GraphModule:
-        # Without regions, which only a compiler needs: to find them took 1.0 s of 1.2 s for 4 layers.
-        operators = _operators(graph, loading, graph_name)
-        return build_graph_module(trivially_folded(graph), graph, operators, device)
-
-    return AdapterModule(code.graph_module, code.graph, bundle, device, build)
+    loading, graph_name = weights.loading, bundle.stages[code.stage_number].graph
+    builder = FormBuilder(
+        find_operators=lambda graph: _operators(graph, loading, graph_name),
+        device=weights.device,
+        has_regions=loading.options.compile in (True, "regions"),
+        gated=code.gated,
+        folded=parts.folded,
+        graph=code.graph,
+        uses=weights.uses,
+    )
+    plain_module = code.graph_module if code.gated is None else code.gated
+    return AdapterModule(plain_module, code.graph, bundle, weights.device, builder.build)
 
 
 def _check_stored_graph(bundle: Bundle, stage_number: int, graph: Graph, loading: Loading) -> None:
@@ -265,6 +278,7 @@ def build_code(
             stage_number=stage_number,
             graph=graph,
             guards=bundle.entry_point.guards,
+            adapters=AdapterCalls(bundle, [value.name for value in graph.inputs]),
             graph_module=graph_module,
             module_calls=module_calls,
             follows_autocast=loading.autocast,

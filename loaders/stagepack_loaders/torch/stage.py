@@ -13,10 +13,11 @@ from stagepack.format.aliasing import alias_classes
 from stagepack.format.graph import Graph
 from stagepack.format.shapes import Guard
 from stagepack.torch_internals import child_modules, write_count
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
-from stagepack_loaders.stages import OutputContract, bind_inputs, check_inputs
+from stagepack_loaders.stages import OutputContract, bind_inputs, checked_inputs
 from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.torch.container import Container, Slot, register_weight, set_wait, submodule
 from stagepack_loaders.torch.module_builder import ModuleCallBody, called_modules, connect_calls
@@ -91,6 +92,7 @@ class StageCode:
 
     Attributes:
         guards: the conditions on sizes of the entry point.
+        adapters: what its calls say about adapters.
         graph_module: the graph in torch.fx; it takes the inputs and then the weights.
         compiled_module: the same, compiled, or with questions for the weights (`GatedModule`); None to run `graph_module`.
         module_calls: the calls of the model's modules, if the stage runs by these.
@@ -100,10 +102,18 @@ class StageCode:
     stage_number: int
     graph: Graph
     guards: tuple[Guard, ...]
+    adapters: AdapterCalls
     graph_module: GraphModule
     compiled_module: torch.nn.Module | None = None
     module_calls: Sequence[ModuleCallBody] = ()
     follows_autocast: bool = False
+
+    @property
+    def gated(self) -> GatedModule | None:
+        """What asks for the weights of the stage; None if they are there."""
+        module = self.compiled_module
+        module = module.plain_module if isinstance(module, AdapterModule) else module
+        return module if isinstance(module, GatedModule) else None
 
 
 class _Mark(NamedTuple):
@@ -198,8 +208,8 @@ class TorchStage(Container):
         )
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, slots, strict=True)}
         connect_calls(self, code.module_calls, slot_of_value)
-        if isinstance(code.compiled_module, GatedModule):
-            gate = code.compiled_module.gate
+        if code.gated is not None:
+            gate = code.gated.gate
             set_wait(self, gate.wait, gate.check_conversion)
 
     @property
@@ -237,21 +247,22 @@ class TorchStage(Container):
 
         Args:
             *args: the inputs, in order. Arrays of numpy are taken as tensors.
-            **kwargs: the inputs, by edge name.
+            **kwargs: the inputs, by edge name. Of a stage with adapters also ``adapter``: the name of the adapter of all rows, or a list
+                with a name or None for each; ``adapter_`` if an input is called ``adapter``.
 
         Raises:
             InputError: an input is missing, unknown, or does not fit its recorded type, shape or range; or a value of an input is out
                 of range for an operator.
             StageFailedError: an operator failed.
         """
-        bound_inputs = bind_inputs(self.graph.inputs, args, kwargs)
-        if not torch.compiler.is_compiling():
-            check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols, self._parts.code.guards)
-            runtime = find_runtime(self.runtime)
-            values = [to_runtime(bound_inputs[value.name], value, runtime) for value in self.graph.inputs]
-            with typed_stage_errors(self._parts.code.stage_number):
-                return self.run(values)
-        return self.run(list(bound_inputs.values()))
+        code = self._parts.code
+        if torch.compiler.is_compiling() and not code.adapters.names:
+            return self.run(list(bind_inputs(self.graph.inputs, args, kwargs).values()))
+        inputs = checked_inputs(self.graph.inputs, args, kwargs, self.graph.symbols, code.guards, code.adapters)
+        runtime = find_runtime(self.runtime)
+        values = [to_runtime(inputs[value.name], value, runtime) for value in self.graph.inputs]
+        with typed_stage_errors(code.stage_number):
+            return self.run(values)
 
     def weights(self) -> list[torch.Tensor]:
         """Return the weights as they are now, in the order of the graph's weight table.

@@ -70,13 +70,17 @@ class GatedModule(torch.nn.Module):
             return self.plain_module(*values)
         return self.gate.run(self._gated_module, values)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """Return a copy of the graph, which needs to ask for nothing, when all weights have arrived."""
+    def wait_for_copy(self) -> None:
+        """Return when all weights have arrived, so that a copy of the stage needs to ask for nothing."""
         self.gate.wait()
         if not self.gate.has_arrived():
             raise TypeError(
                 "a stage with device_memory cannot be copied, because its weights share memory: load it again"
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Return a copy of the graph."""
+        self.wait_for_copy()
         return copy.deepcopy(self.plain_module, memo)
 
 

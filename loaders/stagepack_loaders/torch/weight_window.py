@@ -173,7 +173,7 @@ def _planned_uses(stage: StageWeights, sources_of_uses: Sequence[Sequence[ByteRa
     for use, sources in zip(stage.uses, sources_of_uses, strict=True):
         weights = [stage.graph.weights[index] for index in use.weights]
         zero_bytes = sum(math.prod(weight.shape) * ITEM_SIZE[weight.dtype] for weight in weights if weight.zeros)
-        must_stay = any(
+        must_stay = use.must_stay or any(
             weight.zeros
             or is_rearranged(weight)
             or stage.is_state(weight)
@@ -181,7 +181,7 @@ def _planned_uses(stage: StageWeights, sources_of_uses: Sequence[Sequence[ByteRa
             or classes.representative(weight.value) in output_classes
             for weight in weights
         )
-        byte_count = sum(place_bytes(source.end - source.start) for source in sources) + zero_bytes
+        byte_count = use.byte_count + sum(place_bytes(source.end - source.start) for source in sources) + zero_bytes
         planned.append(replace(use, byte_count=byte_count, must_stay=must_stay))
     return planned
 
