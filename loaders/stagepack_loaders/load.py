@@ -1,7 +1,7 @@
 """Load a bundle: all stages as a pipeline. Imports the library of a runtime only if a stage runs in it."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from msgspec import structs

@@ -15,7 +15,7 @@ from stagepack.format.file_source import FileStream
 from stagepack.format.graph import Graph, Value
 from stagepack.format.graph_codec import GraphFile
 from stagepack.format.manifest import Edge, EntryPoint
-from stagepack.format.reader import Bundle
+from stagepack.format.reader import Bundle, OnnxFile
 from stagepack.format.rules import FILE_NAME_PATTERN
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.weights import StoredTensor
@@ -121,6 +121,10 @@ class AdaptedBundle(Bundle):
             self._graph_files[key] = GraphFile(replace(folded, inputs=inputs), replace(graph, inputs=inputs))
         return self._graph_files[key]
 
+    def onnx_file(self, stage_number: int) -> OnnxFile:
+        """See `Bundle`. The model of the stage, without adapters."""
+        return self._plain.onnx_file(stage_number)
+
     def graphs(self) -> tuple[Graph, ...]:
         """See `Bundle`."""
         self._plain.graphs()
@@ -153,7 +157,11 @@ class AdaptedBundle(Bundle):
         if not has_rows and len(set(names)) == 1:
             names = names[:1]
         if len(names) != row_count:
-            reason = "the bundle has no batch dimension" if self.batch is None else "the inputs do not say how many rows there are"
+            reason = (
+                "the bundle has no batch dimension"
+                if self.batch is None
+                else "the inputs do not say how many rows there are"
+            )
             rows = f"{row_count}, one for each row" if has_rows else f"1, since {reason}"
             raise InputError(f"adapter: expected {rows}, found {len(names)} names")
         return numpy.array([self._number(name) for name in names], numpy.int64).reshape(row_count)

@@ -77,6 +77,17 @@ def find_uses(graph: Graph, changes: Mapping[str, LowRankChange]) -> list[Use]:
     return uses
 
 
+def weight_users(graph: Graph, weight_value: str) -> list[int]:
+    """Return the nodes of a graph that use a weight, maybe transposed, in order; `weight_value` is the name of its value."""
+    matrices = dict(_matrices(graph, {weight_value}))
+    return [
+        number
+        for number, node in enumerate(graph.nodes)
+        if any(name in matrices for name in input_names(node))
+        and not all(name in matrices for name in output_names(node))
+    ]
+
+
 def unused_changes(graphs: list[Graph], changes: Mapping[str, LowRankChange]) -> dict[str, str]:
     """Return the changed modules whose weight is in graphs, but not used by a node of the module, with the reason."""
     found = {use.change.module for graph in graphs for use in find_uses(graph, changes)}

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from stagepack.format import limits
+from stagepack.format.protobuf import read_varint
 from stagepack.format.rules import rule_error
 
 # Prefixes of the names of inputs and outputs that are not edges: the content of a weight that the stage writes, its content after the
@@ -251,7 +252,7 @@ def _integers(message: _Message, field_number: int) -> Iterator[int]:
             continue
         position = 0
         while position < len(content):
-            number, position = _varint(content, position)
+            number, position = read_varint(content, position)
             yield number % 2**64
 
 
@@ -299,21 +300,21 @@ class _Parser:
             self.field_count += 1
             if self.field_count > limits.ONNX_FIELDS:
                 raise _TooLargeError("L1", f"expected at most {limits.ONNX_FIELDS} fields")
-            key, position = _varint(content, position)
+            key, position = read_varint(content, position)
             field_number, wire_type = key >> 3, key & 7
             kind = kinds.get(field_number, "")
             nested_type = kind.rstrip("*")
             if wire_type not in (_WIRE_TYPES.get(kind) or (2,)) or not kind:
                 raise ValueError(f"unknown field {field_number} with wire type {wire_type} in a {message_type}")
             if wire_type == 0:
-                field_content, position = _varint(content, position)
+                field_content, position = read_varint(content, position)
                 if kind == "small_number" and field_content >= 2**31:
                     raise ValueError(
                         f"field {field_number} of a {message_type}: expected an integer of 0 to 2^31 - 1, found more"
                     )
             else:
                 length, position = (
-                    _varint(content, position) if wire_type == 2 else (8 if wire_type == 1 else 4, position)
+                    read_varint(content, position) if wire_type == 2 else (8 if wire_type == 1 else 4, position)
                 )
                 if length > end - position:
                     raise ValueError(f"a {message_type} is cut short")
@@ -328,18 +329,3 @@ class _Parser:
         if position != end:
             raise ValueError(f"a {message_type} is cut short")
         return message
-
-
-def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """Decode the integer at `position`; return it and the position after it."""
-    result = content[position]
-    if result < 0x80:
-        return result, position + 1
-    result &= 0x7F
-    for shift in range(7, 70, 7):
-        position += 1
-        octet = content[position]
-        result |= (octet & 0x7F) << shift
-        if octet < 0x80:
-            return result, position + 1
-    raise ValueError("an integer has more than 10 bytes")

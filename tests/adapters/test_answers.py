@@ -143,8 +143,6 @@ def test_a_call_names_adapters_that_are_loaded(tmp_path: Path) -> None:
             logits(pipeline, adapter=adapter)
     with pytest.raises(InputError, match="there is no argument 'adapter'"):
         logits(stagepack.load(bundle), adapter="a")
-    with pytest.raises(OptionError, match=r"takes no adapters: leave out adapters, or choose runtime='torch'"):
-        stagepack.load(bundle, adapters=[tmp_path / "a"], runtime="onnxruntime")
     with pytest.raises(OptionError, match="adapters excludes compiled"):
         stagepack.load(bundle, adapters=[tmp_path / "a"], compiled=tmp_path)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import AdapterError, InputError, OptionError
+from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
@@ -58,7 +58,8 @@ def call_stages(bundle: Bundle, stages: list[Any], **adapter: Any) -> torch.Tens
 
 def test_stages_that_are_loaded_one_by_one_run_the_adapter_of_a_call(llama: Adapted) -> None:
     stages = [
-        stagepack.load_stage(llama.bundle, number, adapters=llama.adapters) for number in range(len(llama.bundle.stages))
+        stagepack.load_stage(llama.bundle, number, adapters=llama.adapters)
+        for number in range(len(llama.bundle.stages))
     ]
     for name in NAMES:
         assert torch.equal(call_stages(llama.bundle, stages, adapter=name), llama.expected[name])

@@ -9,10 +9,12 @@ from typing import Any
 
 import onnxruntime
 
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import OperatorError
 from stagepack.format.reader import Bundle, OnnxFile
 from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import has_lease, kept_files
+from stagepack_loaders.onnxruntime.adapted_stage import StackedFile, StageAdapters
 from stagepack_loaders.onnxruntime.initializers import initializers_in_files
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage, SessionWeights
 from stagepack_loaders.onnxruntime.values import PROVIDERS, ProviderDevice
@@ -25,7 +27,8 @@ class PreparedOnnxRuntimeStage:
 
     Attributes:
         graph_content: the content of its graph file, which says what the weights are.
-        onnx: its ONNX file.
+        onnx: its ONNX file; with adapters, one that applies them.
+        adapters: those that change it.
         loading: what the caller asks for.
         spins: its threads wait for work in a loop. Those of stages that take turns must not: they would keep each other from working.
     """
@@ -35,6 +38,7 @@ class PreparedOnnxRuntimeStage:
     device: ProviderDevice
     graph_content: bytes
     onnx: OnnxFile
+    adapters: StageAdapters | None
     loading: Loading
     spins: bool
 
@@ -66,13 +70,25 @@ class PreparedOnnxRuntimeStage:
         if not is_mapped:
             weights.keep(self.bundle.stages[self.stage_number].state, own_files, verified=verified)
         # ONNX Runtime takes no model without outputs.
-        session = self._make_session(own_files, is_mapped=is_mapped) if self.onnx.model.outputs else None
+        stacked = None if self.adapters is None else self.adapters.read(verify=verified)
+        session = self._make_session(own_files, stacked, is_mapped=is_mapped) if self.onnx.model.outputs else None
         return OnnxRuntimeStage(
-            self.bundle, self.stage_number, self.device, session, weights, self.onnx.model.unconditional
+            self.bundle,
+            self.stage_number,
+            self.device,
+            session,
+            weights,
+            self.onnx.model.unconditional,
+            None if self.adapters is None else self.adapters.check_rows,
         )
 
-    def _make_session(self, weight_files: Mapping[str, WeightFile], *, is_mapped: bool) -> onnxruntime.InferenceSession:
-        """Make the session. It works on mapped files as far as it does not rearrange their tensors, and copies what it needs of others."""
+    def _make_session(
+        self, weight_files: Mapping[str, WeightFile], stacked: StackedFile | None, *, is_mapped: bool
+    ) -> onnxruntime.InferenceSession:
+        """Make the session. It works on mapped files as far as it does not rearrange their tensors, and copies what it needs of others.
+
+        stacked: the tensors of adapters.
+        """
         providers: list[Any] = [PROVIDERS["cpu"]]
         if self.device.type != "cpu":
             providers.insert(0, (PROVIDERS[self.device.type], {"device_id": self.device.index}))
@@ -83,17 +99,19 @@ class PreparedOnnxRuntimeStage:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         folder = str(self.bundle.path.absolute())
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-        contents = [weight_file.content for weight_file in weight_files.values()]
         on_files = self.device.type == "cpu" and is_mapped
-        values = initializers_in_files(self.onnx.model, weight_files) if on_files else None
-        if values is None:
-            sizes = [len(content) for content in contents]
-            options.add_external_initializers_from_files_in_memory(list(weight_files), contents, sizes)
-            return self._new_session(options, providers)
+        found = initializers_in_files(self.onnx.model, weight_files) if on_files else None
+        values = {} if found is None else {**found, **({} if stacked is None else stacked.values)}
         for initializer_name, value in values.items():
             options.add_initializer(initializer_name, value)
-        # What it computes once from initializers, it reads from the files, by their paths.
-        with kept_files({self.bundle.path / file_name: file.content for file_name, file in weight_files.items()}):
+        if found is None:
+            contents = {file_name: file.content for file_name, file in weight_files.items()}
+            contents |= {} if stacked is None else {stacked.file_name: stacked.content}
+            sizes = [len(content) for content in contents.values()]
+            options.add_external_initializers_from_files_in_memory(list(contents), list(contents.values()), sizes)
+        # What it computes once from initializers on files, it reads from these, by their paths.
+        read_again = {} if found is None else weight_files
+        with kept_files({self.bundle.path / file_name: file.content for file_name, file in read_again.items()}):
             session = self._new_session(options, providers)
         # The session has no reference of its own.
         weakref.finalize(session, values.clear).atexit = False
@@ -140,15 +158,18 @@ def prepare_onnx_stages(
     # All at once: a remote bundle downloads several files at a time.
     stages = [bundle.stages[stage_number] for stage_number in placement]
     bundle.fetch(file_name for stage in stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files))
-    return {
-        stage_number: PreparedOnnxRuntimeStage(
+    prepared = {}
+    for stage_number, device in placement.items():
+        onnx = bundle.onnx_file(stage_number)
+        adapters = StageAdapters.of(bundle, stage_number, onnx) if isinstance(bundle, AdaptedBundle) else None
+        prepared[stage_number] = PreparedOnnxRuntimeStage(
             bundle=bundle,
             stage_number=stage_number,
             device=device,
             graph_content=bundle.read(bundle.stages[stage_number].graph),
-            onnx=bundle.onnx_file(stage_number),
+            onnx=onnx if adapters is None else OnnxFile(adapters.model.content, onnx.model),
+            adapters=adapters,
             loading=loading,
             spins=len(placement) == 1,
         )
-        for stage_number, device in placement.items()
-    }
+    return prepared

@@ -30,6 +30,7 @@ class OnnxRuntime(Runtime):
     title = "ONNX Runtime"
     packages = ("onnxruntime", "ml_dtypes")
     install = install_command("onnxruntime")
+    adapts = True
 
     @property
     def arrays(self) -> ArrayOps:

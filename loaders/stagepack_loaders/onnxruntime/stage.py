@@ -5,7 +5,7 @@ import mmap
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import numpy
 import onnxruntime
 from onnxruntime import OrtValue
 
+from stagepack.adapter.adapted_bundle import ROWS_NAME
 from stagepack.format.chunk_reads import FileRead, read_chunks
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Graph, Value, ValueArg, Weight
@@ -194,10 +195,14 @@ class OnnxRuntimeStage(CallableStage):
         session: onnxruntime.InferenceSession | None,
         weights: SessionWeights,
         operators: Collection[str] = (),
+        check_rows: Callable[[Array], None] | None = None,
     ) -> None:
         super().__init__(bundle, stage_number, device)
         self.session = session
         self._weights = weights
+        # Of a stage that no adapter changes, the session does not take the numbers of the rows.
+        self._takes_rows = session is not None and ROWS_NAME in {value.name for value in session.get_inputs()}
+        self._check_rows = check_rows
         self._unsafe_operators = sorted(ENDS_PROCESS_WITHOUT_ELEMENTS.intersection(operators))
         self._state_names = bundle.stages[stage_number].state
         output_names = [] if session is None else [output.name for output in session.get_outputs()]
@@ -216,6 +221,9 @@ class OnnxRuntimeStage(CallableStage):
         """Run the stage; see `stagepack_loaders.base.LoadedStage`."""
         if self.session is None:
             return ()
+        if self._check_rows is not None:
+            numbers = values[-1]  # the last input of an adapted stage
+            self._check_rows(to_numpy(numbers, "int64") if isinstance(numbers, OrtValue) else numbers)
         described_inputs = self._types.describe_inputs(values)
         empty_outputs = self._types.outputs_without_elements(described_inputs, self.device)
         if empty_outputs is not None:
@@ -251,6 +259,8 @@ class OnnxRuntimeStage(CallableStage):
         """Bind the inputs and the memory of the outputs: the edges, then the next state, then the inputs that are written."""
         binding = session.io_binding()
         for edge in self.inputs:
+            if edge.name == ROWS_NAME and not self._takes_rows:
+                continue
             value = to_ort(inputs[edge.name], edge.dtype)
             binding.bind_ortvalue_input(edge.name, to_host(value) if self.device.type == "cpu" else value)
         for buffer_name, value in self.state.items():

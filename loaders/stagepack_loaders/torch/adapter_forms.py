@@ -65,9 +65,7 @@ def _first_nodes(folded: FoldedGraph, graph: Graph) -> list[int]:
 def _moved_uses(uses: Sequence[WeightUse], first_nodes: Sequence[int], starts: Sequence[int]) -> list[WeightUse]:
     """The uses of weights in a changed graph, whose steps are its nodes; they begin and end with those of the graph before, in order."""
     ends = [*(starts[node] - 1 for node in first_nodes[1:]), starts[-1]]
-    return [
-        replace(use, first_step=starts[first_nodes[use.first_step]], last_step=ends[use.last_step]) for use in uses
-    ]
+    return [replace(use, first_step=starts[first_nodes[use.first_step]], last_step=ends[use.last_step]) for use in uses]
 
 
 def adapter_use(bundle: AdaptedBundle, folded: FoldedGraph, graph: Graph) -> WeightUse:
