@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy
 from msgspec.structs import replace
 
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
@@ -76,6 +77,10 @@ def generate(
 ) -> Any:
     """Generate tokens; see `CallablePipeline.generate`."""
     facts = _checked_facts(decoder, has_encoder=encoder is not None)
+    if encoder is not None and adapter is not None and not isinstance(encoder.bundle, AdaptedBundle):
+        raise InputError(
+            f"{encoder.bundle.location}: adapter: expected an encoder that is loaded with the adapters of its decoder"
+        )
     inputs, attention_mask, settings = named_inputs(inputs, attention_mask, settings)
     chosen_settings = read_settings(decoder.bundle).override(settings)
     prompts = read_prompts(decoder.bundle, inputs, attention_mask, chosen_settings, continues=encoder is None)

@@ -90,8 +90,9 @@ def adapt_model(
     """
     model = decode_fields(content)
     [graph_index] = [index for index, part in enumerate(model) if part.number == _MODEL_GRAPH]
-    parts = decode_fields(model[graph_index].content)
-    nodes = [decode_fields(part.content) for part in parts if part.number == _GRAPH_NODE]
+    [graph_message] = _messages(model, _MODEL_GRAPH)
+    parts = decode_fields(graph_message)
+    nodes = [decode_fields(message) for message in _messages(parts, _GRAPH_NODE)]
     names = {text for node in nodes for text in (*_texts(node, _NODE_INPUT), *_texts(node, _NODE_OUTPUT))}
     prefix = "adapter"
     while any(name.startswith(f"{prefix}.") for name in names):
@@ -112,7 +113,11 @@ def adapt_model(
 
 
 def _texts(message: Sequence[Field], number: int) -> list[str]:
-    return [str(part.content, "utf-8") for part in message if part.number == number and isinstance(part.content, bytes)]
+    return [str(content, "utf-8") for content in _messages(message, number)]
+
+
+def _messages(message: Sequence[Field], number: int) -> list[bytes]:
+    return [part.content for part in message if part.number == number and isinstance(part.content, bytes)]
 
 
 def _use_of_node(nodes: Sequence[Sequence[Field]], graph: Graph, uses: Sequence[Use]) -> dict[int, Use]:
@@ -129,13 +134,13 @@ def _use_of_node(nodes: Sequence[Sequence[Field]], graph: Graph, uses: Sequence[
     found = {}
     for use in uses:
         numbers, graph_nodes = users[use.weight.names[0]], weight_users(graph, use.weight.value)
-        number = numbers[graph_nodes.index(use.node)] if len(numbers) == len(graph_nodes) else None
-        if number is None or not _fits(nodes[number], use, weight_of_value):
+        is_alike = len(numbers) == len(graph_nodes)
+        if not is_alike or not _fits(nodes[numbers[graph_nodes.index(use.node)]], use, weight_of_value):
             raise AdapterError(
                 f"{use.change.module[:120]}: expected an ONNX model that uses its weight as the graph of the stage does: write the models "
                 f"again (stagepack onnx), choose runtime='torch', or {MERGE_ADVICE}"
             )
-        found[number] = use
+        found[numbers[graph_nodes.index(use.node)]] = use
     return found
 
 

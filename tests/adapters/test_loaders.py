@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
+from tests.distributed.launchers import TORCHRUN
+from tools.fork_server import run_forked
 
 RANKS = {
     "first": {"model.layers.0.self_attn.q_proj": 4, "model.layers.1.mlp.up_proj": 2, "lm_head": 3},
@@ -118,3 +121,36 @@ def test_compiled_stages_run_adapters(mode: Any, llama: Adapted) -> None:
     for name in RANKS:
         torch.testing.assert_close(logits(pipeline, adapter=name), llama.expected[name], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits(pipeline, adapter=ROWS), llama.rows(ROWS), rtol=1e-5, atol=1e-5)
+
+
+CONNECTING = """
+import os, sys, torch
+from safetensors.torch import save_file
+from stagepack.distributed import connect
+from tests.adapters.models import logits
+
+bundle, answers, *adapters = sys.argv[1:]
+if len(adapters) == 3:  # the last process has other ones
+    adapters = adapters[:2] if os.environ["RANK"] == "0" else adapters[1:]
+pipeline = connect(bundle, adapters=adapters)
+if pipeline is not None:
+    with pipeline:
+        rows = {"first": "first", "rows": ["second", None, "first"], "none": None}
+        save_file({name: logits(pipeline, adapter=adapter).contiguous() for name, adapter in rows.items()}, answers)
+"""
+
+
+@pytest.mark.process
+def test_processes_of_torchrun_run_the_same_adapters(llama: Adapted, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CONNECTING)
+    words = ["--standalone", "--nproc-per-node", "2", str(tmp_path / "script.py"), str(llama.bundle.path)]
+    words += [str(tmp_path / "answers"), *map(str, llama.adapters.values())]
+    finished = run_forked(*words, script=TORCHRUN)
+    assert finished.returncode == 0, finished.stderr
+    answers = load_file(tmp_path / "answers")
+    assert torch.equal(answers["first"], llama.expected["first"])
+    assert torch.equal(answers["none"], llama.expected[None])
+    torch.testing.assert_close(answers["rows"], llama.rows(ROWS), rtol=1e-5, atol=1e-5)
+    refused = run_forked(*words, f"third={llama.adapters['first']}", script=TORCHRUN)
+    assert refused.returncode != 0
+    assert "expected one list of adapters, by name and digest, in all processes: rank 0" in refused.stderr

@@ -17,6 +17,8 @@ from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import make_model
 from tests.serve.local_server import LocalServer, local_server, refusal
 from tests.serve.servers import get, post_json
+from tests.text.generating_families import family_bundle, generated_by_transformers, make_prompts
+from tests.text.generating_families import make_model as generating_model
 from tests.text.generating_model import tokenizer
 
 PROMPTS = torch.tensor([[5, 9, 31], [7, 8, 9], [3, 3, 4]])
@@ -185,3 +187,28 @@ def test_a_request_of_the_protocol_names_its_adapter(tmp_path: Path) -> None:
         status, answer = post_json(server, "/v2/models/bert/infer", inputs=inputs, parameters={"adapter": "b"})
         assert status == 400
         assert "expected one of a, or None for none, found 'b'" in answer["error"]
+
+
+def test_an_encoder_has_the_adapter_of_its_decoder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    bundle, model = family_bundle(tmp_path_factory, "t5"), generating_model("t5")
+    prompts = make_prompts("t5", 4)
+    adapters: dict[str, Path] = {}
+    expected = {None: generated_by_transformers("t5", model, prompts, 0, max_new_tokens=NEW_TOKENS)}
+    for seed, side in enumerate(("encoder", "decoder")):
+        ranks = {f"{side}.block.{layer}.layer.0.SelfAttention.{name}": 4 for layer in (0, 1) for name in "qvo"}
+        lora = write_lora(model, tmp_path / f"lora-{side}", ranks, seed, lora_alpha=64)
+        adapters[side] = stagepack.write_adapter(bundle, lora, out=tmp_path / side).path
+        with adapted(model, lora):
+            expected[side] = generated_by_transformers("t5", model, prompts, 0, max_new_tokens=NEW_TOKENS)
+    pipelines = stagepack.load_entry_points(bundle, adapters=adapters)
+    rows: list[str | None] = ["encoder", None, "decoder", "encoder"]
+    expected_rows = [expected[name][row].tolist() for row, name in enumerate(rows)]
+    for name, tokens in expected.items():
+        assert pipelines.generate(*prompts.values(), max_new_tokens=NEW_TOKENS, adapter=name)[:, 1:].equal(tokens)
+    assert len({str(tokens) for tokens in expected.values()}) == 3
+    mixed = pipelines.generate(*prompts.values(), max_new_tokens=NEW_TOKENS, adapter=rows)
+    assert mixed[:, 1:].tolist() == expected_rows
+    with pytest.raises(InputError, match="expected an encoder that is loaded with the adapters of its decoder"):
+        pipelines.decode.generate(
+            *prompts.values(), encoder=stagepack.load_entry_points(bundle).encode, adapter="decoder"
+        )

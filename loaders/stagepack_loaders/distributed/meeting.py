@@ -145,7 +145,7 @@ def check_identities(identities: Mapping[int, Identity]) -> None:
             "give all the same one, and load a bundle that was replaced anew",
         ),
         ("placement", "placement of the stages", "give all the same devices, memory and speeds, or --placement"),
-        ("adapters", "adapters, by name and digest", "give all the same ones, in the same order"),
+        ("adapters", "list of adapters, by name and digest,", "give all the same ones, in the same order"),
         ("stagepack", "version of stagepack", "install the same one on all nodes"),
         ("torch", "version of torch", "install the same one on all nodes"),
     ):

@@ -200,7 +200,7 @@ class OnnxRuntimeStage(CallableStage):
         super().__init__(bundle, stage_number, device)
         self.session = session
         self._weights = weights
-        # Of a stage that no adapter changes, the session does not take the numbers of the rows.
+        # The session of a stage that no adapter changes does not take the numbers of the rows.
         self._takes_rows = session is not None and ROWS_NAME in {value.name for value in session.get_inputs()}
         self._check_rows = check_rows
         self._unsafe_operators = sorted(ENDS_PROCESS_WITHOUT_ELEMENTS.intersection(operators))
