@@ -2,8 +2,9 @@
 
 import math
 import mmap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy
@@ -11,13 +12,15 @@ from onnxruntime import OrtValue
 
 from stagepack.adapter.adapted_bundle import ROWS_NAME, AdaptedBundle
 from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX
-from stagepack.adapter.onnx_model import AdaptedModel, StackedTensor, adapt_model
+from stagepack.adapter.onnx_model import AdaptedModel, ModelChanges, adapt_model
+from stagepack.adapter.onnx_nodes import StackedTensor
 from stagepack.adapter.opened import OpenAdapter, check_shapes
 from stagepack.adapter.rewrite import Pair, without_rows
 from stagepack.adapter.uses import Use, find_uses
-from stagepack.errors import AdapterError, InputError
+from stagepack.errors import InputError
 from stagepack.format.chunks import check_content
 from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.graph import Graph
 from stagepack.format.onnx import ELEMENT_TYPES
 from stagepack.format.reader import OnnxFile
 from stagepack.format.rules import raise_problems
@@ -26,6 +29,7 @@ from stagepack_loaders.file_leases import new_memory
 from stagepack_loaders.weight_files import WeightFile, map_weight_file
 
 _SUFFIXES: Final = {"a": A_SUFFIX, "b": B_SUFFIX, "bias": BIAS_SUFFIX}
+_ROLES_OF_WHOLE: Final = frozenset({"whole", "place", "replaces"})
 
 
 class StackedFile(NamedTuple):
@@ -43,6 +47,7 @@ class StageAdapters:
     Attributes:
         model: the model of the stage that applies them.
         uses: what each adapter changes, in the order of their numbers.
+        replacing: the numbers of the adapters that replace a weight, by its name.
         file_name: the name of the file of the stacked tensors.
         apart: for each adapter that cannot be in a call with others, by number: why.
     """
@@ -50,36 +55,59 @@ class StageAdapters:
     adapters: Sequence[OpenAdapter]
     model: AdaptedModel
     uses: Sequence[Mapping[str, Use]]
-    apart: Mapping[int, str]
+    replacing: Mapping[str, Sequence[int]]
     file_name: str
+    apart: Mapping[int, str]
 
     @classmethod
     def of(cls, bundle: AdaptedBundle, stage_number: int, onnx: OnnxFile) -> "StageAdapters | None":
         """Return the adapters of a stage, whose tensors are not read yet; None if they change nothing in it."""
-        graph, adapters = bundle.graph(stage_number), list(bundle.adapters.values())
-        all_uses: dict[int, Use] = {}
-        pairs: dict[str, Pair] = {}
-        uses_of_adapters: list[Mapping[str, Use]] = []
-        apart: dict[int, str] = {}
+        graph, pairs, apart = bundle.graph(stage_number), dict[str, Pair](), dict[int, str]()
+        replacing = defaultdict[str, list[int]](list)
+        uses_of_adapters = []
         for number, (name, adapter) in enumerate(bundle.adapters.items(), 1):
-            _refuse_replaced(adapter, {weight.names[0] for weight in graph.weights})
             uses = find_uses(graph, adapter.changes)
             check_shapes(graph, uses, adapter.document, adapter.tensors, str(adapter.path))
-            all_uses |= {use.node: use for use in uses}
-            uses_of_adapters.append({use.change.module: use for use in uses})
-            for module in uses_of_adapters[-1]:
-                pair, known = adapter.pairs[module], pairs.get(module, Pair(1))
-                pairs[module] = Pair(max(pair.rank, known.rank), pair.has_bias or known.has_bias)
-            if bundle.batch is not None and (shared := without_rows(graph, uses, bundle.batch)):
-                apart[number] = f"{name} changes {shared[0]}, which computes the same for all rows of a batch"
-        if not all_uses:
+            uses_of_adapters.append(uses)
+            for use in uses:
+                pair, known = adapter.pairs[use.change.module], pairs.get(use.change.module, Pair(1))
+                pairs[use.change.module] = Pair(max(pair.rank, known.rank), pair.has_bias or known.has_bias)
+            if shared := _without_rows(bundle, graph, uses):
+                apart[number] = f"{shared[0]} computes the same for all rows of a batch"
+            for weight in graph.weights:
+                if weight.names[0] in adapter.document.replaced:
+                    replacing[weight.names[0]].append(number)
+                    apart[number] = f"{name} replaces whole weights"
+        uses = list({use.node: use for uses in uses_of_adapters for use in uses}.values())
+        if not uses and not replacing:
             return None
-        ordered = [use for _, use in sorted(all_uses.items())]
-        shared = [] if bundle.batch is None else without_rows(graph, ordered, bundle.batch)
+        changes = ModelChanges(
+            uses=uses,
+            pairs=pairs,
+            replaced=[
+                (weight, len(replacing[weight.names[0]])) for weight in graph.weights if weight.names[0] in replacing
+            ],
+            count=len(uses_of_adapters),
+            shared_modules=frozenset(_without_rows(bundle, graph, uses)),
+        )
         # ONNX Runtime looks for the file, in whose place it is given memory.
         file_name = bundle.stages[stage_number].graph
-        model = adapt_model(onnx.content, graph, ordered, pairs, len(adapters), ROWS_NAME, shared, file_name)
-        return cls(adapters=adapters, model=model, uses=uses_of_adapters, apart=apart, file_name=file_name)
+        return cls(
+            adapters=list(bundle.adapters.values()),
+            model=adapt_model(onnx.content, graph, changes, ROWS_NAME, file_name),
+            uses=[{use.change.module: use for use in uses} for uses in uses_of_adapters],
+            replacing=replacing,
+            file_name=file_name,
+            apart=apart,
+        )
+
+    def described(self, onnx: OnnxFile) -> OnnxFile:
+        """Return the model that applies the adapters, and what is known of its file; `onnx` is that of the stage."""
+        new_names = self.model.new_names
+        initializers = [
+            replace(tensor, name=new_names.get(tensor.name, tensor.name)) for tensor in onnx.model.initializers
+        ]
+        return OnnxFile(self.model.content, replace(onnx.model, initializers=tuple(initializers)))
 
     def read(self, *, verify: bool) -> "StackedFile":
         """Return the stacked tensors."""
@@ -95,8 +123,10 @@ class StageAdapters:
             if verify or len(file.content) != entry.size:
                 raise_problems(check_content(entry, memoryview(file.content)))
             for stacked, array in zip(self.model.tensors, arrays, strict=True):
-                if stacked.module in uses:
-                    _fill(array, number, stacked, uses[stacked.module], adapter, file)
+                if number in self.replacing.get(stacked.target, ()):
+                    _fill_whole(array, number, stacked, self.replacing[stacked.target].index(number), adapter, file)
+                elif stacked.target in uses and stacked.role not in _ROLES_OF_WHOLE:
+                    _fill(array, number, stacked, uses[stacked.target], adapter, file)
         values = {
             stacked.name: OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENT_TYPES[stacked.dtype])
             for stacked, array in zip(self.model.tensors, arrays, strict=True)
@@ -113,13 +143,26 @@ class StageAdapters:
             )
 
 
-def _refuse_replaced(adapter: OpenAdapter, weight_names: set[str]) -> None:
-    """Refuse an adapter that replaces weights of a stage: the session would hold them several times."""
-    if replaced := sorted(weight_names.intersection(adapter.document.replaced)):
-        raise AdapterError(
-            f"{adapter.path}: replaces the whole weight {replaced[0][:120]}, and ONNX Runtime applies low-rank changes alone: merge the "
-            "adapter into a bundle of its own (stagepack adapter --merge), or choose runtime='torch'"
-        )
+def _without_rows(bundle: AdaptedBundle, graph: Graph, uses: Sequence[Use]) -> list[str]:
+    return [] if bundle.batch is None else without_rows(graph, uses, bundle.batch)
+
+
+def _stored(name: str, adapter: OpenAdapter, file: WeightFile) -> Array:
+    """A tensor of an adapter, on the memory of its file."""
+    stored = adapter.tensors[name]
+    dtype = numpy_dtype(TORCH_DTYPES[stored.dtype])
+    elements = numpy.frombuffer(file.content, dtype, (stored.end - stored.start) // dtype.itemsize, stored.start)
+    return elements.reshape(stored.shape)
+
+
+def _fill_whole(
+    array: Array, number: int, stacked: StackedTensor, place: int, adapter: OpenAdapter, file: WeightFile
+) -> None:
+    """Write what an adapter replaces a weight by into a stacked tensor of the weight."""
+    if stacked.role == "whole":
+        array[place] = _stored(stacked.target, adapter, file).astype(array.dtype)
+    else:
+        array[number] = place if stacked.role == "place" else True
 
 
 def _fill(array: Array, number: int, stacked: StackedTensor, use: Use, adapter: OpenAdapter, file: WeightFile) -> None:
@@ -128,10 +171,8 @@ def _fill(array: Array, number: int, stacked: StackedTensor, use: Use, adapter: 
         array[number] = True
     elif stacked.role == "scale":
         array[number] = adapter.changes[use.change.module].scale
-    elif (stored := adapter.tensors.get(use.change.module + _SUFFIXES[stacked.role])) is not None:
-        dtype = numpy_dtype(TORCH_DTYPES[stored.dtype])
-        part = numpy.frombuffer(file.content, dtype, (stored.end - stored.start) // dtype.itemsize, stored.start)
-        part = part.reshape(stored.shape).astype(array.dtype)
+    elif (name := stacked.target + _SUFFIXES[stacked.role]) in adapter.tensors:
+        part = _stored(name, adapter, file).astype(array.dtype)
         if stacked.role == "bias":
             array[number, 0] = part
         elif stacked.role == "a" and use.kind == "embedding":

@@ -167,7 +167,7 @@ def prepare_onnx_stages(
             stage_number=stage_number,
             device=device,
             graph_content=bundle.read(bundle.stages[stage_number].graph),
-            onnx=onnx if adapters is None else OnnxFile(adapters.model.content, onnx.model),
+            onnx=onnx if adapters is None else adapters.described(onnx),
             adapters=adapters,
             loading=loading,
             spins=len(placement) == 1,
