@@ -122,7 +122,10 @@ class OperatorError(StagepackError):
 
 
 class AdapterError(StagepackError):
-    """An adapter does not fit the bundle, or changes weights in a way that no graph applies; the message names what, and what to do."""
+    """An adapter does not fit the bundle, changes weights in a way that no graph applies, or cannot be loaded or unloaded by its name.
+
+    The message names what, and what to do.
+    """
 
 
 class CompiledError(StagepackError):

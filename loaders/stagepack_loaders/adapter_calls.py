@@ -1,14 +1,18 @@
 """The adapters of calls: the keyword that names them, and the input that gives their numbers to the stages."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
+from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
+
+if TYPE_CHECKING:
+    from stagepack.adapter.opened import OpenAdapter
 
 
 class AdapterCalls:
-    """What calls of a bundle, or of one of its stages with `argument_names`, say about adapters.
+    """What calls of a bundle, of a version of one, or of one of its stages with `argument_names`, say about adapters.
 
     Attributes:
         names: the names of the adapters that the bundle is loaded with.
@@ -30,9 +34,10 @@ class AdapterCalls:
             while self.keyword in argument_names:
                 self.keyword += "_"
 
-    def named_as_model(self, model_name: str, own_name: str) -> str | None:
-        """Return the adapter that clients name as a model of its own; None for the model itself, whose name is `own_name`."""
-        return model_name if model_name != own_name and model_name in self.names else None
+    @property
+    def opened(self) -> "Mapping[str, OpenAdapter]":
+        """The adapters by name."""
+        return {} if self._bundle is None else self._bundle.adapters
 
     def take(self, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """Return the adapter that keyword arguments name, and the arguments of the model."""
@@ -49,3 +54,5 @@ class AdapterCalls:
         """
         if self._bundle is not None:
             values[self._bundle.rows_edge.name] = self._bundle.numbers(adapter, sizes)
+        elif adapter is not None:
+            raise InputError(f"adapter: expected none, the model has no adapters, found {adapter!r:.100}")

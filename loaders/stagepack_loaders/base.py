@@ -368,6 +368,23 @@ class Runtime(ABC):
             prepared = self.prepare(bundle, {number: stage.device for number, stage in running.items()}, loading)
             return self.finish_stages(bundle, prepared, verify=loading.options.verifies_weights)
 
+    def adapt_stages(self, bundle: Bundle, running: Mapping[int, Any], loading: Loading) -> Mapping[int, LoadedStage]:
+        """Return stages with the weights of those that run, and the adapters of a bundle. Default: they are loaded as any stages.
+
+        Args:
+            bundle: the bundle with its adapters. Its weights are those that run.
+            running: the stages that run, by stage number.
+            loading: what the caller asks for.
+
+        Returns:
+            The new stages, by stage number.
+
+        Raises:
+            AdapterError, DigestError, FormatError: an adapter does not fit the stages, or its file is damaged.
+        """
+        prepared = self.prepare(bundle, {number: stage.device for number, stage in running.items()}, loading)
+        return self.finish_stages(bundle, prepared, verify=loading.options.verifies_weights)
+
     def compile_seconds(self) -> float:
         """Return how long its compiler has worked in this process, in seconds. Default: 0."""
         return 0.0

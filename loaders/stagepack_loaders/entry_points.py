@@ -176,7 +176,7 @@ def load_entry_points(
     copy: bool = False,
     compile: Compile = False,
     stream: bool = False,
-    adapters: AdapterFolders = (),
+    adapters: AdapterFolders = None,
     limits: Limits | None = None,
 ) -> EntryPointPipelines:
     """Load all entry points of a bundle into this process.

@@ -19,6 +19,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
 from stagepack.partition.placement import Placement
+from stagepack_loaders.adapter_changes import AdapterChange
 from stagepack_loaders.base import ArrayOps, LoadedStage
 from stagepack_loaders.joint_versions import JointStages
 from stagepack_loaders.lanes import Tasks, device_lanes, end_threads, run_tasks, thread_end_text
@@ -121,10 +122,10 @@ class Executor(ABC):
             The values after the last stage, with all results of the model. An error is set in the future, or raised at once.
         """
 
-    def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Run all stages, and wait for the values; see `submit`."""
+    def run(self, values: dict[str, Any], sizes: Mapping[str, int], version: StageVersion) -> dict[str, Any]:
+        """Run all stages of a version, and wait for the values; see `submit`."""
         self.refuse_waiting()
-        return self.submit(values, sizes).result()
+        return self.submit(values, sizes, options=CallOptions(version=version)).result()
 
     def begin_sequence(self, version: StageVersion | None = None) -> CallSequence:
         """Return state of its own for a sequence of calls, on the newest version or another one."""
@@ -143,11 +144,11 @@ class Executor(ABC):
     def updated(self) -> JointStages:
         """The versions of its stages, which an update changes."""
 
-    def update(self, source: UpdateSource, report: UpdateReport) -> None:
+    def update(self, source: UpdateSource | AdapterChange, report: UpdateReport) -> None:
         """Load a version beside the one that runs, and let calls and sequences to come run on it: here, and at the other entry points.
 
         Args:
-            source: where its weights come from.
+            source: where its weights come from, or the adapter that it has more or less.
             report: gets the names of the versions, and the times of the parts.
 
         Raises:
@@ -290,10 +291,10 @@ class LocalExecutor(Executor):
         self._advance(call, 0)
         return call.answer
 
-    def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    def run(self, values: dict[str, Any], sizes: Mapping[str, int], version: StageVersion) -> dict[str, Any]:
         """See `Executor`. Without a future, which takes as long as the smallest stage."""
         call_number = next(self.call_numbers)
-        for stage in self.version.stages.values():
+        for stage in version.stages.values():
             self._run_stage(stage, call_number, values, None)
         return values
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 
+from stagepack_loaders.adapter_changes import AdapterChange
 from stagepack_loaders.base import SharedObjects
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.versions import StageVersion, UpdateSource
@@ -56,7 +57,7 @@ class JointStages(ABC):
         return False
 
     @abstractmethod
-    def stage(self, source: UpdateSource, report: UpdateReport, shared: SharedObjects) -> StageVersion:
+    def stage(self, source: UpdateSource | AdapterChange, report: UpdateReport, shared: SharedObjects) -> StageVersion:
         """Load the stages of a version beside those of the newest one; see `Executor.update`.
 
         shared: what stages share that are loaded together.
@@ -99,7 +100,7 @@ class JointVersions:
         with self._assigning:
             self.newest = {**self.newest, **versions}
 
-    def update(self, source: UpdateSource, report: UpdateReport) -> None:
+    def update(self, source: UpdateSource | AdapterChange, report: UpdateReport) -> None:
         """Load a version beside all newest ones, and let calls and sequences to come run on it; see `Executor.update`."""
         with self._updating:
             members = [stages for member in self._members if (stages := member()) is not None]
@@ -120,8 +121,9 @@ class JointVersions:
                 self.put({id(stages): version for stages, version in zip(members, staged, strict=True)})
             if any(stages.pauses for stages in members):
                 report.pause = report.switch
-            kept = {id(stages): version for stages, version in zip(members, previous, strict=True)}
-            self.kept = kept if source.keeps_previous else {}
+            if isinstance(source, UpdateSource):
+                kept = {id(stages): version for stages, version in zip(members, previous, strict=True)}
+                self.kept = kept if source.keeps_previous else {}
             report.version, report.previous = staged[0].name, previous[0].name
 
     def _forget(self, key: int) -> None:

@@ -98,7 +98,7 @@ def load(
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
     device_memory: int | str | None = None,
-    adapters: AdapterFolders = (),
+    adapters: AdapterFolders = None,
     limits: Limits | None = None,
     processes: bool | int = False,
     imports: Sequence[str] = (),
@@ -164,7 +164,9 @@ def load(
             `processes`; only in torch.
         adapters: folders that ``stagepack adapter`` wrote for this bundle, or folders by name; otherwise the last part of the folder is
             the name. Calls then have the keyword ``adapter``: a name, or a list with a name or None for each row of the batch. The weights
-            of the bundle are in memory once. Not with `compile`, `compiled`, `stream` and `device_memory`; only in torch.
+            of the bundle are in memory once. `load_adapter` and `unload_adapter` change them while calls go on; an empty list is for a
+            pipeline that begins without any, None for one that takes none. Not with `compile`, `compiled`, `stream` and `device_memory`;
+            only in torch.
         limits: how large values may be, and, with `processes`, how long a call may take, see `Limits`. None for no limits.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages are joined.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see

@@ -73,7 +73,7 @@ def load_stage(
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
     device_memory: int | str | None = None,
-    adapters: AdapterFolders = (),
+    adapters: AdapterFolders = None,
 ) -> Any:
     """Load one stage of a bundle, or several consecutive ones as one. Only their own files and the shared files that they name are read.
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal, TypedDict, get_args
 
 from msgspec import Struct, structs
 
+from stagepack.adapter.folders import check_adapter_name
 from stagepack.errors import OptionError
 from stagepack.format.quantities import parse_byte_size
 from stagepack.opening import DeltaSource, TrustedSigners
@@ -25,8 +26,9 @@ DEFAULT_RUNTIME: Final = "auto"
 # The largest number of requests on their way through the stages, unless the caller names another.
 DEFAULT_IN_FLIGHT: Final = 16
 
-# Adapters as callers name them: folders, each by ``NAME=FOLDER`` or with its last part as the name, or folders by name.
-AdapterFolders = Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
+# Adapters as callers name them: folders, each by ``NAME=FOLDER`` or with its last part as the name, or folders by name. None for a
+# pipeline that never takes any.
+AdapterFolders = Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]] | None
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -193,14 +195,14 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
         ),
     ] = None
     adapters: Annotated[
-        Sequence[str],
+        Sequence[str] | None,
         Option(
             "--adapter FOLDER",
             "Load this adapter, written by 'stagepack adapter', over the weights of the bundle: FOLDER, or NAME=FOLDER. Requests choose it "
             "by its name. Repeatable.",
             default_text="none",
         ),
-    ] = ()
+    ] = None
     placement: PlacementOptions = PlacementOptions()
     modules: bool = False
 
@@ -217,7 +219,7 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
                 structs.force_setattr(self, "device_memory", parse_byte_size(self.device_memory))
             except ValueError as error:
                 raise OptionError(f"device_memory: {error}") from None
-        if self.adapters:
+        if self.adapters is not None:
             for excluded in ("compiled", "modules"):
                 if getattr(self, excluded) not in (False, None):
                     raise OptionError(f"adapters excludes {excluded}: leave out one of them, or merge the adapter")
@@ -251,9 +253,13 @@ def device_list(devices: Any, device: Any = None) -> list[Any]:
     return list(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
 
 
-def adapter_list(adapters: Any) -> list[str]:
-    """Return the adapters that a caller names as ``FOLDER`` or ``NAME=FOLDER``: a list of folders, or folders by name."""
+def adapter_list(adapters: Any) -> list[str] | None:
+    """Return the adapters that a caller names as ``FOLDER`` or ``NAME=FOLDER``: a list of folders, or folders by name; None for None."""
+    if adapters is None:
+        return None
     if isinstance(adapters, Mapping):
+        for name in adapters:  # with "=" in it, a part of it would be the name
+            check_adapter_name(name)
         return [f"{name}={os.fspath(folder)}" for name, folder in adapters.items()]
     if isinstance(adapters, str | bytes) or not isinstance(adapters, Sequence):
         raise OptionError(f"adapters: expected a list of folders, or a dict of folders by name, found {adapters!r}")

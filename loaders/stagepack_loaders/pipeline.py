@@ -1,22 +1,18 @@
 """A loaded bundle as one callable: it matches a call with the signature, checks it, has an executor run it, and builds the result."""
 
-from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
-from stagepack.errors import OptionError, UpdateError, named_errors
+from stagepack.errors import OptionError
 from stagepack.extensions import pipeline_method
 from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import fill_tree, value_names
-from stagepack.opening import TrustedSigners
 from stagepack.partition.placement import Placement
-from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.call_future import CallFuture
 from stagepack_loaders.call_limits import ValueLimit
@@ -26,15 +22,14 @@ from stagepack_loaders.executor import CallOptions, Executor
 from stagepack_loaders.module_habits import module_hint
 from stagepack_loaders.pinned_pipeline import pinned_together
 from stagepack_loaders.pipeline_sequence import PipelineSequence
+from stagepack_loaders.pipeline_versions import PipelineVersions
 from stagepack_loaders.placement import current_placement
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
-from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.update_sources import WeightSource, update_source
-from stagepack_loaders.versions import StageVersion, UpdateSource, check_weight_version
+from stagepack_loaders.versions import CallSequence, StageVersion
 
 
-class CallablePipeline(ABC):
+class CallablePipeline(PipelineVersions):
     """A bundle that runs: called like the model, it returns what the model returns.
 
     A caller gets arrays of the kind of the first array that it gives, or of `arrays` if it gives none.
@@ -43,11 +38,7 @@ class CallablePipeline(ABC):
         entry_point: the entry point.
         limit: the largest size of values; None for no limit.
         executor: what runs the stages.
-        trusted_signers: who must have signed the bundles that it is updated from; None for no check.
     """
-
-    executor: Executor
-    trusted_signers: TrustedSigners | None = None
 
     def __init__(
         self, bundle: Bundle, executor: Executor, types: Collection[type] = (), limit: ValueLimit | None = None
@@ -59,7 +50,6 @@ class CallablePipeline(ABC):
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
-        self._adapter_calls = AdapterCalls(bundle)
 
     def __repr__(self) -> str:
         """The bundle, the stages with their devices, and the inputs."""
@@ -87,11 +77,6 @@ class CallablePipeline(ABC):
     def inputs(self) -> tuple[Edge, ...]:
         """The inputs of the model: their names, dtypes and shapes."""
         return self._inputs
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that it was loaded with."""
-        return self._adapter_calls.names
 
     @property
     def arrays(self) -> ArrayOps:
@@ -171,7 +156,7 @@ class CallablePipeline(ABC):
 
     def call_version(self, version: StageVersion, inputs: Mapping[str, Any]) -> Any:
         """Call the pipeline on a version of the weights, with inputs by name."""
-        values, sizes, arrays = self._bind((), inputs)
+        values, sizes, arrays = self._bind(version, (), inputs)
         self.executor.refuse_waiting()
         answer = self.executor.submit(values, sizes, options=CallOptions(version=version))
         return self._build_result(answer.result(), arrays)
@@ -184,55 +169,6 @@ class CallablePipeline(ABC):
             partial(self.executor.forget_sequence, state),
             version.name,
         )
-
-    @property
-    def version(self) -> str:
-        """The name of the version of the weights that calls and sequences to come run on: the digest of the bundle, or as `update` says."""
-        return self.executor.version.name
-
-    def update(
-        self,
-        source: WeightSource,
-        *,
-        version: str | None = None,
-        keep_previous: bool = False,
-        require_signature: TrustedSigners | None = None,
-    ) -> UpdateReport:
-        """Take the weights of another bundle, or of deltas on the one that runs, while calls go on.
-
-        The new weights are read and verified beside those that run; then calls and sequences to come run on them. Calls and sequences
-        under way finish on the version that they began with, whose weights are freed with the last of them: meanwhile, what has changed
-        is in memory twice. No call waits. Buffers that calls without a sequence write keep their content; `reset_state` sets them to
-        that of the new bundle. Calls of several stages never mix versions. An update waits for another one.
-
-        Args:
-            source: the folder of the bundle, its URL, or an opened bundle; with the graphs of the bundle that runs. Or the folder of a
-                delta on the bundle that runs, or several of them in order (see `stagepack.delta`): weights that they do not change are
-                not read.
-            version: a name for the version; by default that of the delta, or else the digest of its bundle.
-            keep_previous: keep the version before in memory until the next update, which is then instant if it goes back to it.
-            require_signature: see `stagepack.load`; by default as at loading.
-
-        Returns:
-            The names of the versions, and how long each part took.
-
-        Raises:
-            UpdateError: the graphs or the contract are others, or a delta is on another bundle; or weights of a stage were replaced or
-                trained, or pass through `device_memory`; or the pipeline has adapters, which are for the weights that run. The version
-                that runs goes on, as with any other error.
-            StagepackError: the bundle cannot be read or verified; see `stagepack.load`.
-
-        Examples:
-            >>> pipeline.update("step-2.stagepack", version="step 2").version
-            'step 2'
-        """
-        check_weight_version(version)
-        report = UpdateReport()
-        found = update_source(self.bundle, source, require_signature, self.trusted_signers)
-        update = replace(found, name=version or found.name, keeps_previous=keep_previous)
-        with named_errors(found.bundle.location):
-            self.executor.update(update, report)
-        return report
 
     def generate(
         self,
@@ -315,26 +251,6 @@ class CallablePipeline(ABC):
         """
         return pipeline_method("encode")(self, sentences, prompt_name, prompt, batch_size, adapter)
 
-    def rollback(self, *, keep_previous: bool = False) -> UpdateReport:
-        """Go back to the version before the last update, which was called with ``keep_previous``: its weights are in memory.
-
-        Args:
-            keep_previous: keep the version that runs now, to go forward to it again.
-
-        Returns:
-            The names of the versions, and how long each part took.
-
-        Raises:
-            UpdateError: no version is kept, as after a start of lost processes: update to the bundle of the version.
-        """
-        if (kept := self.executor.updated.kept) is None:
-            cure = "update with keep_previous=True, or update to its bundle"
-            raise UpdateError(f"{self.bundle.location}: no version before is kept: {cure}")
-        report = UpdateReport()
-        update = UpdateSource(bundle=kept.bundle.stored, name=kept.name, keeps_previous=keep_previous)
-        self.executor.update(update, report)
-        return report
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.
 
@@ -352,12 +268,14 @@ class CallablePipeline(ABC):
             ValueSizeError: a value would be larger than the limit of the pipeline.
             StageFailedError: an operator failed.
         """
-        values, sizes, arrays = self._bind(args, kwargs)
-        return self._build_result(self.executor.run(values, sizes), arrays)
+        version = self.executor.version
+        values, sizes, arrays = self._bind(version, args, kwargs)
+        return self._build_result(self.executor.run(values, sizes, version), arrays)
 
-    def _submit(self, state: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Future[Any]":
+    def _submit(self, state: CallSequence | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Future[Any]":
         """Call the pipeline with the state of a sequence, without waiting for the result if the stages run in other processes."""
-        values, sizes, arrays = self._bind(args, kwargs)
+        version = self.executor.version if state is None else state.version
+        values, sizes, arrays = self._bind(version, args, kwargs)
         result = CallFuture(self.executor)
 
         def finish(answer: "Future[dict[str, Any]]") -> None:
@@ -366,20 +284,21 @@ class CallablePipeline(ABC):
             except Exception as error:  # noqa: BLE001 - the caller gets it
                 result.set_exception(error)
 
-        self.executor.submit(values, sizes, state).add_done_callback(finish)
+        options = CallOptions(version=version)
+        self.executor.submit(values, sizes, state, options).add_done_callback(finish)
         return result
 
     def _bind(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, version: StageVersion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, int], ArrayOps]:
-        """Return the values of a call by edge name, the sizes that they determine, and the operations on the arrays of the caller."""
-        adapter, kwargs = self._adapter_calls.take(kwargs)
+        """Return the values of a call of a version by edge name, their sizes, and the operations on the arrays of the caller."""
+        adapter, kwargs = version.adapters.take(kwargs)
         bound_arguments = bind_call(self.entry_point.signature, args, kwargs)
         sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols, self.entry_point.guards)
         if self.limit is not None:
             self.limit.check(sizes)
         values = {edge_name: argument.value for edge_name, argument in bound_arguments.items()}
-        self._adapter_calls.add(values, sizes, adapter)
+        version.adapters.add(values, sizes, adapter)
         if written_inputs := self.executor.written_inputs:
             check_shared_memory(values, written_inputs)
         return values, sizes, array_ops_of_call(values.values(), self.arrays)

@@ -68,7 +68,7 @@ def check_runtimes(stage_runtimes: Iterable[Runtime], options: LoadOptions) -> N
     needs = (
         ("compiles", options.compiles, "does not compile stages", "compile and compiled"),
         ("streams", options.arriving is not None, "does not stream weights", options.arriving),
-        ("adapts", bool(options.adapters), "takes no adapters", "adapters"),
+        ("adapts", options.adapters is not None, "takes no adapters", "adapters"),
         ("runs_modules", options.modules, "has no modules", "modules=True"),
     )
     for ability, is_asked, lack, cause in needs:

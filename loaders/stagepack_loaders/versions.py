@@ -12,6 +12,7 @@ from stagepack.errors import OptionError, UpdateError
 from stagepack.format.manifest import EntryPoint, Stage
 from stagepack.format.reader import Bundle
 from stagepack.partition.joined_bundle import join_bundle
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import LoadedStage, Runtime
 from stagepack_loaders.stages import StageDriver
 
@@ -26,6 +27,7 @@ class StageVersion:
         stages: those of its stages that are in this process, by number, in order.
         number: its number in the processes of the stages.
         group: the number of the start of these processes. A version of an earlier start is unknown to them.
+        adapters: what its calls say about adapters.
     """
 
     name: str
@@ -33,11 +35,16 @@ class StageVersion:
     stages: Mapping[int, StageDriver] = field(default_factory=dict)
     number: int = 0
     group: int = 0
+    adapters: AdapterCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the adapters."""
+        self.adapters = AdapterCalls(self.bundle)
 
     @property
-    def identity(self) -> tuple[str, str]:
-        """What tells its weights and its name from those of others: several versions may have one name, and several names one bundle."""
-        return self.bundle.digest, self.name
+    def identity(self) -> tuple[object, ...]:
+        """See `version_identity`."""
+        return version_identity(self.bundle, self.name)
 
     def stages_of_runtimes(self) -> dict[Runtime, dict[int, LoadedStage]]:
         """Return the loaded stages by runtime and number."""
@@ -84,6 +91,11 @@ def version_name(bundle: Bundle) -> str:
     return (bundle.patches.version if bundle.patches is not None else "") or bundle.digest
 
 
+def version_identity(bundle: Bundle, name: str) -> tuple[object, ...]:
+    """Return what tells a version from others by its weights, its name and its adapters: names of versions and bundles may repeat."""
+    return bundle.digest, name, bundle.adapter_digests if isinstance(bundle, AdaptedBundle) else ()
+
+
 def check_weight_version(name: str | None) -> None:
     """Check the name that a caller gives a version."""
     if name is not None and (
@@ -97,10 +109,10 @@ def check_weight_version(name: str | None) -> None:
 def same_model(running: Bundle, source: UpdateSource) -> Bundle:
     """Return a bundle in the stages that run; refuse one with other graphs, or that takes and returns other values."""
     bundle = source.bundle
-    if isinstance(running, AdaptedBundle):
+    if isinstance(running, AdaptedBundle) and running.adapters:
         raise UpdateError(
-            f"{running.location}: expected a pipeline without adapters: they were made for the weights that run: load the new bundle with "
-            "adapters that were made for it (stagepack adapter)"
+            f"{running.location}: expected a pipeline without adapters, found {', '.join(running.adapters)}: they were made for the "
+            "weights that run: unload them, and load those that were made for the new ones (stagepack adapter)"
         )
     if source.base not in (None, running.digest):
         raise UpdateError(
@@ -113,7 +125,8 @@ def same_model(running: Bundle, source: UpdateSource) -> Bundle:
     stored, new = running.stored, bundle.select(name)
     if difference := _difference(stored, new):
         raise _other_model(running, bundle, difference)
-    return join_bundle(new, [len(running.stored_stages(number)) for number in range(len(running.stages))])
+    joined = join_bundle(new, [len(running.stored_stages(number)) for number in range(len(running.stages))])
+    return AdaptedBundle(joined, {}) if isinstance(running, AdaptedBundle) else joined
 
 
 def _difference(running: Bundle, new: Bundle) -> str:

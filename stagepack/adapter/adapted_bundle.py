@@ -1,6 +1,5 @@
 """A bundle that is loaded with adapters: its stages take one more input, the number of the adapter of each row."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy
 from msgspec.structs import replace
 
-from stagepack.errors import InputError, OptionError
+from stagepack.adapter.folders import adapter_folders
+from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.file_source import FileStream
 from stagepack.format.graph import Graph, Value
 from stagepack.format.graph_codec import GraphFile
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle, OnnxFile
-from stagepack.format.rules import FILE_NAME_PATTERN
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.weights import StoredTensor
 
@@ -25,29 +24,11 @@ if TYPE_CHECKING:
 
 # The name of the input. Names of values are identifiers, so no bundle has it (SPEC G1).
 ROWS_NAME: Final = "adapter.rows"
-_NAMED = re.compile(r"(?P<name>[^=/\\]+)=(?P<path>.+)", re.DOTALL)
 
 
-def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
-    """Return the folders of adapters by name: ``NAME=FOLDER``, or ``FOLDER``, whose last part is the name."""
-    folders: dict[str, Path] = {}
-    for text in given:
-        match = _NAMED.fullmatch(text)
-        folder = Path(match["path"] if match else text)
-        name = match["name"] if match else folder.name
-        if not FILE_NAME_PATTERN.fullmatch(name):
-            raise OptionError(
-                f"adapters: expected a name of letters, digits and '_.-' as in NAME=FOLDER, found {name[:80]!r} of {text[:200]!r}"
-            )
-        if name in folders:
-            raise OptionError(f"adapters: two have the name {name!r}: give them other names as NAME=FOLDER")
-        folders[name] = folder
-    return folders
-
-
-def with_adapters(bundle: Bundle, given: Sequence[str]) -> Bundle:
-    """Return a bundle with adapters, which are opened and compared with it; the same bundle if there are none."""
-    if not given:
+def with_adapters(bundle: Bundle, given: Sequence[str] | None) -> Bundle:
+    """Return a bundle with adapters, which are opened and compared with it; None for a bundle that takes none."""
+    if given is None:
         return bundle
     from stagepack.adapter.opened import open_adapter  # noqa: PLC0415 - 9 ms, for bundles with adapters alone
 
@@ -89,6 +70,22 @@ class AdaptedBundle(Bundle):
         stages = tuple(replace(stage, inputs=(*stage.inputs, ROWS_NAME)) for stage in entry_point.stages)
         self.selected = _with_edge(replace(entry_point, stages=stages), self.rows_edge, count)
         self._graph_files: dict[tuple[int, bool], GraphFile] = {}
+
+    @property
+    def folders(self) -> list[str]:
+        """The adapters as ``NAME=FOLDER``, by absolute paths."""
+        return [f"{name}={adapter.path.absolute()}" for name, adapter in self.adapters.items()]
+
+    @property
+    def adapter_digests(self) -> tuple[tuple[str, str], ...]:
+        """The names of the adapters, and the digests of their documents: bundles with equal ones give adapters the same numbers."""
+        return tuple((name, adapter.document.sha256) for name, adapter in self.adapters.items())
+
+    def with_others(self, adapters: "Mapping[str, OpenAdapter]") -> "AdaptedBundle":
+        """Return the same bundle with other adapters."""
+        bundle = AdaptedBundle(self._plain, adapters)
+        bundle._graph_files = self._graph_files
+        return bundle
 
     @property
     def stored(self) -> Bundle:
@@ -172,7 +169,9 @@ class AdaptedBundle(Bundle):
         for number, known in enumerate(self.adapters, 1):
             if known == name:
                 return number
-        raise InputError(f"adapter: expected one of {', '.join(self.adapters)}, or None for none, found {name!r}")
+        raise InputError(
+            f"adapter: expected one of {', '.join(self.adapters) or '(none are loaded)'}, or None for none, found {name!r}"
+        )
 
 
 def batch_symbol(entry_point: EntryPoint) -> str | None:

@@ -122,7 +122,7 @@ class _Options(BundleOptions):
             verify=self.verify,
             compile=self.compile_mode or False,
             compiled=self.compiled_folder,
-            adapters=self.adapters,
+            adapters=self.adapters or None,
             placement=self.placement,
             **structs.asdict(self.weights),
         )

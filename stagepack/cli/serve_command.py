@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from stagepack.adapter.adapted_bundle import adapter_folders
+from stagepack.adapter.folders import adapter_folders
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, progress, status_line

@@ -253,7 +253,7 @@ class ServeOptions:
             allow_ops=self.allow_ops,
             verify=self.verify,
             compiled=self.compiled_folder,
-            adapters=self.adapters,
+            adapters=self.adapters or None,
             placement=self.placement,
             **structs.asdict(weights),
         )

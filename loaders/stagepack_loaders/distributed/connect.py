@@ -75,7 +75,7 @@ def connect(
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
-    adapters: AdapterFolders = (),
+    adapters: AdapterFolders = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
     limits: Limits | None = None,
     microbatch_size: int | None = None,

@@ -9,8 +9,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from msgspec import structs
+
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.adapter_changes import listed_adapters
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.staging import VersionDescription
 from stagepack_loaders.distributed.status import VersionStaged, attribute_error, rebuild_error
@@ -30,10 +34,20 @@ class GroupVersions:
 
     def begin_group(self, name: str, bundle: Bundle) -> StageVersion:
         """Begin with processes that have loaded one version, in the stages that they run, and no other one."""
-        self._numbers, self._group = itertools.count(1), next(self._groups)
-        return StageVersion(name=name, bundle=bundle, group=self._group)
+        self._numbers, self._group = itertools.count(), next(self._groups)
+        version, _ = self._new_version(name, bundle, self._group)
+        return version
 
-    def stage(
+    def _new_version(
+        self, name: str, bundle: Bundle, group: int
+    ) -> "tuple[StageVersion, weakref.finalize[..., StageVersion]]":
+        """A version that the processes have, or are to load; what they have loaded is freed with it."""
+        version = StageVersion(name=name, bundle=bundle, number=next(self._numbers), group=group)
+        end = weakref.finalize(version, self._ended.append, (version.group, version.number))
+        end.atexit = False
+        return version, end
+
+    def stage_weights(
         self,
         front: FrontProcess,
         running: StageVersion,
@@ -42,17 +56,13 @@ class GroupVersions:
         location: str,
         report: UpdateReport,
     ) -> StageVersion:
-        """Have all processes load a version beside the one that runs.
+        """Have all processes load a version with other weights beside the one that runs.
 
         bundle: its bundle, in the stages that run.
         location: where the processes find it.
         """
-        version = StageVersion(name=name, bundle=bundle, number=next(self._numbers), group=running.group)
-        # From here on, what the processes have loaded is freed with it, also if one of them fails.
-        end = weakref.finalize(version, self._ended.append, (version.group, version.number))
-        end.atexit = False
         description = VersionDescription(
-            number=version.number,
+            number=0,
             base=running.number,
             name=name,
             location=location,
@@ -61,6 +71,28 @@ class GroupVersions:
             deltas=() if bundle.patches is None else bundle.patches.paths,
             delta_digests=() if bundle.patches is None else tuple(bundle.patches.open_deltas),
         )
+        return self._stage(front, running, description, bundle, report)
+
+    def stage_adapters(
+        self, front: FrontProcess, running: StageVersion, bundle: AdaptedBundle, report: UpdateReport
+    ) -> StageVersion:
+        """Have all processes load a version with the adapters of a bundle, and the weights of the one that runs."""
+        description = VersionDescription(
+            number=0, base=running.number, name=running.name, adapters=listed_adapters(bundle)
+        )
+        return self._stage(front, running, description, bundle, report)
+
+    def _stage(
+        self,
+        front: FrontProcess,
+        running: StageVersion,
+        description: VersionDescription,
+        bundle: Bundle,
+        report: UpdateReport,
+    ) -> StageVersion:
+        """Have all processes load a version, which gets its number here."""
+        version, end = self._new_version(description.name, bundle, running.group)
+        description = structs.replace(description, number=version.number)
         try:
             reports = front.staging.stage(description)
             _raise_error(front, reports)

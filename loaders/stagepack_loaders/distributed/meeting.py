@@ -129,8 +129,8 @@ def own_identity(bundle: Bundle, size: int, listener_name: str, address: str | N
 
 
 def _adapters_text(bundle: Bundle) -> str:
-    adapters = bundle.adapters if isinstance(bundle, AdaptedBundle) else {}
-    return ", ".join(f"{name} {adapter.document.sha256}" for name, adapter in adapters.items()) or "none"
+    digests = bundle.adapter_digests if isinstance(bundle, AdaptedBundle) else ()
+    return ", ".join(f"{name} {digest}" for name, digest in digests) or "none"
 
 
 def check_identities(identities: Mapping[int, Identity]) -> None:
@@ -145,7 +145,11 @@ def check_identities(identities: Mapping[int, Identity]) -> None:
             "give all the same one, and load a bundle that was replaced anew",
         ),
         ("placement", "placement of the stages", "give all the same devices, memory and speeds, or --placement"),
-        ("adapters", "list of adapters, by name and digest,", "give all the same ones, in the same order"),
+        (
+            "adapters",
+            "list of adapters, by name and digest,",
+            "give all the same ones in the same order, and load an adapter that was replaced anew",
+        ),
         ("stagepack", "version of stagepack", "install the same one on all nodes"),
         ("torch", "version of torch", "install the same one on all nodes"),
     ):

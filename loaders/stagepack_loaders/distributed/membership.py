@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Struct, structs
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.adapter.adapted_bundle import adapter_folders
+from stagepack.adapter.adapted_bundle import AdaptedBundle
+from stagepack.adapter.folders import adapter_folders
 from stagepack.errors import OptionError, StagepackError, named_errors
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunk_reads import ByteProgress
@@ -143,13 +144,21 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
         devices=[str(device) for device in load.devices],
         allow_ops=list(load.allow_ops),
         compiled=None if load.compiled is None else os.path.abspath(load.compiled),
-        adapters=[f"{name}={folder.absolute()}" for name, folder in adapter_folders(load.adapters).items()],
+        adapters=None
+        if load.adapters is None
+        else [f"{name}={folder.absolute()}" for name, folder in adapter_folders(load.adapters).items()],
     )
     options = GroupOptions(load=load, processes=processes, stall_seconds=limits.stall_seconds)
     try:
         return msgspec.convert(msgspec.to_builtins(options), GroupOptions)
     except (msgspec.ValidationError, TypeError) as error:
         raise OptionError(str(error)) from None
+
+
+def with_adapters_of(bundle: Bundle, options: GroupOptions) -> GroupOptions:
+    """Return options with which processes load the adapters of a bundle, which may have changed since the first start."""
+    adapters = bundle.folders if isinstance(bundle, AdaptedBundle) else None
+    return structs.replace(options, load=structs.replace(options.load, adapters=adapters))
 
 
 def place_group(

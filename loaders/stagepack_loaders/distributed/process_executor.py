@@ -16,6 +16,7 @@ from typing import Any
 
 from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
+from stagepack_loaders.adapter_changes import AdapterChange
 from stagepack_loaders.base import ArrayOps, SharedObjects
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.group_launcher import GroupLauncher
@@ -28,7 +29,14 @@ from stagepack_loaders.joint_versions import JointStages
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.versions import CallSequence, StageVersion, UpdateSource, same_model, version_name
+from stagepack_loaders.versions import (
+    CallSequence,
+    StageVersion,
+    UpdateSource,
+    same_model,
+    version_identity,
+    version_name,
+)
 
 _LOGGER = logging.getLogger("stagepack")
 # How long calls in flight have when the pipeline was not closed before this process ends, or before it is collected.
@@ -159,19 +167,26 @@ class ProcessExecutor(JointStages, Executor):
         """See `Executor`."""
         return self
 
-    def stage(self, source: UpdateSource, report: UpdateReport, shared: SharedObjects) -> StageVersion:
+    def update(self, source: UpdateSource | AdapterChange, report: UpdateReport) -> None:
+        """See `Executor`. The processes free the version before, unless a call is on its way there."""
+        super().update(source, report)
+        self._end_versions()
+
+    def stage(self, source: UpdateSource | AdapterChange, report: UpdateReport, shared: SharedObjects) -> StageVersion:
         """See `JointStages`. When a process is lost meanwhile, all of them have the version before, also those that are started again."""
         self._check_ready()
         front, running, kept = self.front, self.newest, self.kept
         front.refuse_waiting()
-        bundle = same_model(running.bundle, source)
-        name = source.name or version_name(bundle)
-        if kept is not None and kept.identity == (bundle.digest, name):
-            return kept
-        with report.part("fetch"):
-            location = self._launcher.find_version(bundle)
         try:
-            return self._versions.stage(front, running, bundle, name, location, report)
+            if isinstance(source, AdapterChange):
+                return self._versions.stage_adapters(front, running, source.apply(running.bundle), report)
+            bundle = same_model(running.bundle, source)
+            name = source.name or version_name(bundle)
+            if kept is not None and kept.identity == version_identity(bundle, name):
+                return kept
+            with report.part("fetch"):
+                location = self._launcher.find_version(bundle)
+            return self._versions.stage_weights(front, running, bundle, name, location, report)
         finally:
             self._end_versions()
 

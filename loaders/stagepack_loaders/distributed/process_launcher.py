@@ -24,6 +24,7 @@ from stagepack_loaders.distributed.membership import (
     join_group,
     location_of_version,
     place_group,
+    with_adapters_of,
 )
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, stages_of_rank
@@ -82,7 +83,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
 
     def use_version(self, bundle: Bundle) -> None:
         """See `GroupLauncher`."""
-        self._bundle = absolute_bundle(bundle)
+        self._use(absolute_bundle(bundle), with_adapters_of(bundle, self._options))
 
     def leave_out(self, lost: StageLostError) -> None:
         """See `GroupLauncher`. Default: nothing."""
@@ -195,6 +196,7 @@ class ProcessGrouping:
     def use_version(self, bundle: Bundle) -> None:
         """Place another version from now on."""
         self._bundle = bundle.stored
+        self._asked = with_adapters_of(bundle, self._asked)
 
     def leave_out(self, running: GroupOptions, lost: StageLostError) -> bool:
         """Place the stages on the processes that are left; False if nobody has asked for that, or they do not fit there."""

@@ -182,7 +182,7 @@ def launch(
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
-    adapters: AdapterFolders = (),
+    adapters: AdapterFolders = None,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from stagepack.format.reader import Bundle
+from stagepack_loaders.adapter_changes import with_listed_adapters
 from stagepack_loaders.base import Runtime, SharedObjects
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
@@ -155,8 +156,12 @@ class StageWorker:
         report = UpdateReport(version="", previous="")
         try:
             running = self._versions[description.base]
-            source = UpdateSource(bundle=description.open(running.bundle.stored), name=description.name)
-            self._versions[description.number] = self._local.stage(source, report, SharedObjects(), running)
+            if description.adapters is None:
+                source = UpdateSource(bundle=description.open(running.bundle.stored), name=description.name)
+                staged = self._local.stage(source, report, SharedObjects(), running)
+            else:
+                staged = self._local.adapted(with_listed_adapters(running.bundle, description.adapters), running)
+            self._versions[description.number] = staged
         except Exception as error:  # noqa: BLE001 - the front gets any error
             return VersionStaged(version=description.number, error=report_error(error))
         return VersionStaged(version=description.number, fetch=report.fetch, verify=report.verify, stage=report.stage)

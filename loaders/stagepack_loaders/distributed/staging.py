@@ -14,6 +14,7 @@ from stagepack.errors import StageLostError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.opening import open_bundle, open_delta, with_deltas
+from stagepack_loaders.adapter_changes import ListedAdapter
 from stagepack_loaders.distributed.meeting import Members
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.status import VersionStaged
@@ -31,16 +32,18 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         result: the digest of the bundle of the version.
         deltas: the folders of the deltas that make the bundle of it.
         delta_digests: the digests of these deltas.
+        adapters: of a version with the weights of its base: its adapters. None for one with other weights.
     """
 
     number: int
     base: int
     name: str
-    location: str
-    digest: str
-    result: str
+    location: str = ""
+    digest: str = ""
+    result: str = ""
     deltas: tuple[str, ...] = ()
     delta_digests: tuple[str, ...] = ()
+    adapters: tuple[ListedAdapter, ...] | None = None
 
     def open(self, running: Bundle) -> Bundle:
         """Open the bundle; refuse another one than the front has.

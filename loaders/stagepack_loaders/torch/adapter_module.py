@@ -55,6 +55,7 @@ class StageAdapter:
     """The part of an adapter that changes one stage.
 
     Attributes:
+        adapter: the adapter.
         uses: the uses of the weights that it changes.
         pairs: what the tensors of its changes are like, by the path of the module.
         tensors: these tensors.
@@ -65,6 +66,7 @@ class StageAdapter:
         self, adapter: OpenAdapter, graph: Graph, uses: Sequence[Use], device: torch.device, *, verify: bool
     ) -> None:
         check_shapes(graph, uses, adapter.document, adapter.tensors, str(adapter.path))
+        self.adapter = adapter
         self.uses = uses
         self.pairs = {use.change.module: adapter.pairs[use.change.module] for use in uses}
         scales = {change.module: change.scale for change in adapter.document.changes}
@@ -124,13 +126,13 @@ class AdapterModule(torch.nn.Module):
         super().__init__()
         self.plain_module = plain_module
         self.adapters: dict[int, StageAdapter] = {}
-        self._names = {number: name for number, name in enumerate(bundle.adapters, 1)}
+        self._names: dict[int, str] = {}
         self._graph = graph
         self._batch = bundle.batch
         self._device = device
         self._build = build
         self._rows_position = [value.name for value in graph.inputs].index(ROWS_NAME)
-        self._uses_of: dict[object, list[Use]] = {}
+        # The modules of all versions of the stage.
         self._modules_of: dict[object, _Form] = {}
         self._lock = threading.Lock()
         self._single: dict[int, tuple[torch.nn.Module, _Extras]] = {}
@@ -149,19 +151,31 @@ class AdapterModule(torch.nn.Module):
         assert isinstance(self.plain_module, GraphModule)
         self._build, self.plain_module = build_compiled, compile_module(self.plain_module, self._graph)
 
-    def load(self, adapters: Sequence[OpenAdapter], *, verify: bool) -> None:
-        """Read the tensors of adapters, and build what applies each to all rows."""
-        for number, adapter in enumerate(adapters, 1):
-            uses = self._uses(adapter)
+    def load(self, bundle: AdaptedBundle, *, verify: bool) -> None:
+        """Take the adapters of a bundle: read the tensors of those that are not loaded, and build what applies each to all rows."""
+        former = {
+            id(part.adapter): (part, form)
+            for part, form in zip(self.adapters.values(), self._single.values(), strict=True)
+        }
+        self.adapters, self._single, self._mixed = {}, {}, None
+        self._names = dict(enumerate(bundle.adapters, 1))
+        uses_of = {_changed_weights(part.adapter): part.uses for part, _ in former.values()}
+        for number, adapter in enumerate(bundle.adapters.values(), 1):
+            if id(adapter) in former:
+                self.adapters[number], self._single[number] = former[id(adapter)]
+                continue
+            # Adapters of the same modules have the same uses.
+            uses = uses_of.get(_changed_weights(adapter))
+            if uses is None:
+                uses = uses_of[_changed_weights(adapter)] = find_uses(self._graph, adapter.changes)
             self.adapters[number] = StageAdapter(adapter, self._graph, uses, self._device, verify=verify)
             self._single[number] = self._single_form(self.adapters[number])
 
-    def _uses(self, adapter: OpenAdapter) -> list[Use]:
-        """The uses of the weights that an adapter changes; alike for adapters of the same modules."""
-        key = tuple((change.module, change.weight) for change in adapter.document.changes)
-        if key not in self._uses_of:
-            self._uses_of[key] = find_uses(self._graph, adapter.changes)
-        return self._uses_of[key]
+    def with_adapters(self, bundle: AdaptedBundle, *, verify: bool) -> "AdapterModule":
+        """Return a module that runs the stage with the adapters of another bundle. Calls of this one go on with its own."""
+        module = copy.copy(self)
+        module.load(bundle, verify=verify)
+        return module
 
     def forward(self, *values: Any) -> Any:
         """Run the stage on its inputs and its weights."""
@@ -180,7 +194,7 @@ class AdapterModule(torch.nn.Module):
 
     def _module(self, uses: Sequence[Use], pairs: Mapping[str, Pair], batch: str | None) -> _Form:
         """The module that applies changes; adapters of the same modules and ranks share it."""
-        key = batch, tuple(pairs.items())
+        key = batch, tuple(use.node for use in uses), tuple(pairs.items())
         with self._lock:
             if key not in self._modules_of:
                 changed = change_graph(self._graph, uses, pairs, batch)
@@ -247,6 +261,10 @@ class AdapterModule(torch.nn.Module):
         duplicate = copy.copy(self)
         memo[id(self)] = duplicate
         return duplicate
+
+
+def _changed_weights(adapter: OpenAdapter) -> object:
+    return tuple((change.module, change.weight) for change in adapter.document.changes)
 
 
 def check_changes(adapters: Sequence[OpenAdapter], modules: Sequence[AdapterModule]) -> None:

@@ -16,7 +16,7 @@ from blake3 import blake3
 from msgspec import structs
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
-from stagepack.errors import DeviceError, OperatorError
+from stagepack.errors import AdapterError, DeviceError, OperatorError
 from stagepack.format.chunks import File
 from stagepack.format.graph import FoldedGraph, Graph
 from stagepack.format.operators import needed_permissions
@@ -78,7 +78,7 @@ class PreparedTorchStage:
             assert loaded.gate is not None
             self.code.gated.gate = loaded.gate
         if isinstance(self.code.compiled_module, AdapterModule) and isinstance(bundle, AdaptedBundle):
-            self.code.compiled_module.load(list(bundle.adapters.values()), verify=verify)
+            self.code.compiled_module.load(bundle, verify=verify)
         state_names = bundle.stages[self.code.stage_number].state
         return TorchStage(
             self.code,
@@ -153,11 +153,33 @@ def finish_prepared_stages(stages: Mapping[int, PreparedTorchStage], *, verify: 
     modules = [
         stage.code.compiled_module for stage in stages.values() if isinstance(stage.code.compiled_module, AdapterModule)
     ]
-    bundle = next((stage.weights.bundle for stage in stages.values()), None)
-    # Other entry points may have what this one does not apply.
+    _check_changes(next((stage.weights.bundle for stage in stages.values()), None), modules)
+    return finished
+
+
+@typed_memory_errors()
+def adapt_stages(bundle: Bundle, running: Mapping[int, TorchStage], loading: Loading) -> dict[int, TorchStage]:
+    """Return stages with the adapters of a bundle, and the weights of others; see `stagepack_loaders.base.Runtime.adapt_stages`."""
+    assert isinstance(bundle, AdaptedBundle)
+    if loading.options.device_memory is not None:
+        raise AdapterError(
+            f"{bundle.location}: device_memory was divided for the adapters that the pipeline was loaded with: load it again with others"
+        )
+    adapted, modules = dict[int, TorchStage](), list[AdapterModule]()
+    for stage_number, stage in running.items():
+        former = stage.code.compiled_module
+        assert isinstance(former, AdapterModule)
+        modules.append(former.with_adapters(bundle, verify=loading.options.verifies_weights))
+        adapters = AdapterCalls(bundle, [value.name for value in stage.code.graph.inputs])
+        adapted[stage_number] = stage.with_code(replace(stage.code, adapters=adapters, compiled_module=modules[-1]))
+    _check_changes(bundle, modules)
+    return adapted
+
+
+def _check_changes(bundle: Bundle | None, modules: Sequence[AdapterModule]) -> None:
+    """Refuse adapters with changes that no stage applies, if these are all stages: other entry points may apply what this one does not."""
     if isinstance(bundle, AdaptedBundle) and len(modules) == len(bundle.stages) and len(bundle.entry_points) == 1:
         check_changes(list(bundle.adapters.values()), modules)
-    return finished
 
 
 def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], loading: Loading) -> WeightStore:

@@ -111,6 +111,12 @@ class TorchRuntime(Runtime):
 
         return stage_version(bundle, running, changes, loading, report)
 
+    def adapt_stages(self, bundle: Bundle, running: Mapping[int, Any], loading: Loading) -> "dict[int, TorchStage]":
+        """See `Runtime`."""
+        from stagepack_loaders.torch.prepare import adapt_stages
+
+        return adapt_stages(bundle, running, loading)
+
     def compile_seconds(self) -> float:
         """See `Runtime`."""
         from stagepack.torch_internals import torch_compile_seconds

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -303,6 +303,13 @@ class TorchStage(Container):
             parts.output_contract.check(moved_values, outputs)
             write_back(values, moved_values, write_counts)
         return outputs
+
+    def with_code(self, code: StageCode) -> "TorchStage":
+        """Return a stage that runs other code on the weights and the state of this one: the same objects."""
+        duplicate = type(self).__new__(type(self))
+        duplicate.__dict__.update(self.__dict__)
+        duplicate.__dict__[_PARTS] = replace(self._parts, code=code)
+        return duplicate
 
     def reason_to_stay(self) -> str:
         """Return why `move` is not possible; empty if it is."""

@@ -48,13 +48,22 @@ def model_metadata(model_name: str, versions: Sequence[str], interface: Interfac
 
 
 def served_model_config(
-    model_name: str, version: str, interface: Interface, limits: ServerLimits, *, max_batch_size: int, has_state: bool
+    model_name: str,
+    version: str,
+    interface: Interface,
+    limits: ServerLimits,
+    *,
+    max_batch_size: int,
+    has_state: bool,
+    adapters: Sequence[str] = (),
 ) -> ModelConfig:
     """Return the configuration of a model in Triton's format."""
     batch_size = max_batch_size if max_batch_size > 1 else 0
     inputs, outputs = interface.inputs.values(), interface.outputs.values()
     config = build_model_config(model_name, inputs, outputs, max_batch_size=batch_size)
     config.platform = _PLATFORM
+    if adapters:
+        config.parameters["adapters"].string_value = ", ".join(adapters)
     config.version_policy.specific.versions.append(int(version))
     if batch_size:
         config.dynamic_batching.max_queue_delay_microseconds = round(limits.batching_delay * 1e6)
@@ -68,7 +77,9 @@ def message_fields(message: Message) -> dict[str, Any]:
     """Convert a protobuf message to plain data."""
     fields: dict[str, Any] = {}
     for field, value in message.ListFields():
-        if field.type == field.TYPE_MESSAGE:
+        if field.type == field.TYPE_MESSAGE and field.message_type.GetOptions().map_entry:
+            fields[field.name] = {key: message_fields(item) for key, item in value.items()}
+        elif field.type == field.TYPE_MESSAGE:
             fields[field.name] = (
                 [message_fields(item) for item in value] if field.is_repeated else message_fields(value)
             )

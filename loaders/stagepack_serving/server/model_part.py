@@ -1,6 +1,9 @@
 """What an extension adds to a served model."""
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from stagepack.adapter.opened import OpenAdapter
 
 
 class ModelPart:
@@ -21,8 +24,11 @@ class ModelPart:
         """The number of tokens that a cache holds."""
         return 0
 
+    def check_new_adapter(self, adapter: "OpenAdapter") -> None:
+        """Refuse an adapter that the part cannot use, before the model takes it."""
+
     def follow_weights(self) -> None:
-        """Begin what is new with the newest weights of the model, which were updated."""
+        """Begin what is new with the newest weights and adapters of the model, which have changed."""
 
     def close(self) -> None:
         """End what the part has begun, before the model is closed."""

@@ -90,6 +90,11 @@ class ModelRegistry(Collector):
         return [model for model in self if model not in self._retiring]
 
     @property
+    def adapter_names(self) -> dict[str, str]:
+        """The adapters that requests may choose, each with the name of its model."""
+        return {adapter: model.name for model in self.serving for adapter in model.adapters.names}
+
+    @property
     def is_ready(self) -> bool:
         """Whether load balancers should send requests: the server is not told to stop, and all models answer."""
         return not self.is_stopping and not any(model.unavailable_reason() for model in self.serving)
@@ -234,7 +239,10 @@ class ModelRegistry(Collector):
         versions = self._versions.get(model_name)
         if versions is None:
             served_names = ", ".join(dict.fromkeys(model.name for model in self.serving)) or "none"
-            raise RequestError(RequestStatus.NOT_FOUND, f"unknown model {model_name!r}: this server has {served_names}")
+            adapters = f", with the adapters {', '.join(self.adapter_names)}" if self.adapter_names else ""
+            raise RequestError(
+                RequestStatus.NOT_FOUND, f"unknown model {model_name!r}: this server has {served_names}{adapters}"
+            )
         return versions
 
     def _check_version(self, model_name: str, version: str) -> None:

@@ -261,7 +261,7 @@ class Scheduler:
             current_trace.set(None if calls[0].record is None else calls[0].record.trace)
             # Encoding an answer copies what other processes have sent.
             state = self._state(calls[0])
-            version = self._version(calls[0]) if state is None else state.version
+            version = self._known(calls[0].version) if state is None else state.version
             for call in calls:
                 if call.record is not None:
                     call.record.weights = version
@@ -286,16 +286,16 @@ class Scheduler:
             return calls[0].sizes
         return {**calls[0].sizes, self._batch_symbol: sum(call.batch_size for call in calls)}
 
-    def _version(self, call: QueuedCall) -> StageVersion:
-        """The version that a call runs on. Processes that were started again have the newest one under another number."""
+    def _known(self, version: StageVersion | None) -> StageVersion:
+        """The version that a call is for. Processes that were started again have the newest one under another number."""
         newest = self._executor.version
-        return newest if call.version is None or call.version.identity == newest.identity else call.version
+        return newest if version is None or version.identity == newest.identity else version
 
     def _state(self, call: QueuedCall) -> CallSequence | None:
         if call.sequence is None:
             return None
         if call.sequence.state is None:
-            call.sequence.state = self._executor.begin_sequence(call.sequence.version)
+            call.sequence.state = self._executor.begin_sequence(self._known(call.sequence.version))
         return call.sequence.state
 
     def _answer(self, batch: CallBatch, answer: "Future[dict[str, Any]]") -> None:

@@ -17,7 +17,7 @@ from stagepack_loaders.batching import BatchLimit, batch_limit
 from stagepack_loaders.comparison import check_example_difference
 from stagepack_loaders.decoders import check_token_slots, decoder_facts
 from stagepack_loaders.elements import Array
-from stagepack_loaders.example import compare_results, read_example, run_on_inputs
+from stagepack_loaders.example import replay_example
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.versions import StageVersion
 from stagepack_serving.protocol.interface import Interface
@@ -43,8 +43,7 @@ ADAPTER_PARAMETER: Final = "adapter"
 
 def _run_example(pipeline: CallablePipeline, *, check: bool) -> None:
     """Run the recorded example, and compare its results with the recorded ones."""
-    inputs, expected_results = read_example(pipeline)
-    difference = compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
+    difference = replay_example(pipeline)
     pipeline.reset_state()
     if check:
         check_example_difference(pipeline.bundle, difference, cure="--no-check-example serves it nevertheless")
@@ -58,7 +57,6 @@ class ServedModel:
         version: the number of the version, as clients write it.
         pipeline: the loaded bundle.
         interface: its inputs and outputs.
-        adapters: the adapters that requests may choose.
         devices: the devices of its stages, each once.
         max_batch_size: the largest batch that requests are joined to; 1 if each request runs alone.
         weight_bytes: bytes of the weights of its stages.
@@ -87,7 +85,6 @@ class ServedModel:
         bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
         self._decoder = decoder_facts(bundle.entry_point)
-        self.adapters = AdapterCalls(bundle)
         self.parts: dict[type[ModelPart], ModelPart] = {}
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
         self.devices = list(dict.fromkeys(pipeline.devices))
@@ -144,6 +141,18 @@ class ServedModel:
         return self.pipeline.bundle
 
     @property
+    def adapters(self) -> AdapterCalls:
+        """The adapters that requests to come may choose."""
+        return self.weights.adapters
+
+    def adapter_named(self, model_name: str) -> str | None:
+        """Return the adapter that a client names as a model of its own; None for the model itself."""
+        if model_name != self.name and model_name not in self.adapters.names:  # it was unloaded since it was found
+            message = f"unknown model {model_name!r}: it is no adapter of {self.name}"
+            raise RequestError(RequestStatus.NOT_FOUND, message)
+        return None if model_name == self.name else model_name
+
+    @property
     def weights(self) -> StageVersion:
         """The newest version of the weights."""
         return self._executor.version
@@ -195,6 +204,7 @@ class ServedModel:
             self.limits,
             max_batch_size=self.max_batch_size,
             has_state=self._sequences is not None,
+            adapters=self.adapters.names,
         )
 
     async def infer(self, request: InferenceRequest, deadline: asyncio.Timeout) -> list[InferenceTensor]:
@@ -202,11 +212,12 @@ class ServedModel:
         self._check_availability()
         call = self._build_call(request)
         call.expiry = time.monotonic() + seconds_left(deadline)
+        adapter = request.parameters.get(ADAPTER_PARAMETER)
         if self._sequences is None:
-            arrays = await self._run(call)
+            arrays = await self._run(call, adapter)
         else:
             async with self._sequences.turn(*sequence_parameters(request.parameters)) as call.sequence:
-                arrays = await self._run(call)
+                arrays = await self._run(call, adapter)
         output_names = self.interface.outputs if request.output_names is None else request.output_names
         outputs = [
             InferenceTensor(
@@ -252,11 +263,10 @@ class ServedModel:
         self._check_state(sequence)
         try:
             sizes = self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
-            self.adapters.add(inputs := dict(inputs), sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
         call = QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence, finish=finish, version=weights)
-        result = await self._run(call)
+        result = await self._run(call, adapter)
         self._check_state(sequence)
         return result
 
@@ -314,8 +324,6 @@ class ServedModel:
         inputs = {tensor.name: tensor.array for tensor in request.inputs}
         try:
             edge_shapes, sizes = self._check_request(request)
-            adapter = self._adapter_of(request)
-            self.adapters.add(inputs, sizes, adapter)
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
         received_bytes = sum(array.nbytes for array in inputs.values())
@@ -323,17 +331,8 @@ class ServedModel:
         if self.max_batch_size == 1:
             return QueuedCall(inputs=inputs, sizes=sizes)
         batch_key = tuple(sorted((input_name, shape[1:]) for input_name, shape in edge_shapes.items()))
-        if self.adapters.apart is not None:
-            batch_key = (*batch_key, (str(adapter), ()))
         batch_size = next(iter(edge_shapes.values()))[0]
         return QueuedCall(inputs=inputs, sizes=sizes, batch_key=batch_key, batch_size=batch_size)
-
-    def _adapter_of(self, request: InferenceRequest) -> Any:
-        """The adapter that a request names; a model without adapters takes none."""
-        adapter = request.parameters.get(ADAPTER_PARAMETER)
-        if adapter is not None and not self.adapters.names:
-            raise InputError(f"{ADAPTER_PARAMETER}: expected none, the model has no adapters, found {adapter!r:.100}")
-        return adapter
 
     def _check_request(self, request: InferenceRequest) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
         """Check a request against the interface; return the shapes of the model's values by input name, and the sizes of the symbols."""
@@ -360,9 +359,21 @@ class ServedModel:
             self._limit.check(sizes)
         return sizes
 
-    async def _run(self, call: QueuedCall) -> Any:
-        # All calls of a request have the weights of the first one.
+    def _choose_version(self, call: QueuedCall, adapter: Any) -> None:
+        """Choose the version that a call runs on, and find its adapters there: all calls of a request, and of a sequence, have one."""
         call.version = call.version or (call.record.weights if call.record is not None else None) or self.weights
+        if (sequence := call.sequence) is not None:
+            call.version = sequence.version = (sequence.state or sequence).version or call.version
+        call.inputs = inputs = dict(call.inputs)
+        call.version.adapters.add(inputs, call.sizes, adapter)
+        if call.batch_key is not None and call.version.adapters.apart is not None:
+            call.batch_key = call.batch_key, str(adapter)
+
+    async def _run(self, call: QueuedCall, adapter: Any) -> Any:
+        try:
+            self._choose_version(call, adapter)
+        except InputError as error:
+            raise BadRequestError(f"{self.name}: {error}") from None
         self._scheduler.submit(call)
         try:
             return await asyncio.wrap_future(call.answer)

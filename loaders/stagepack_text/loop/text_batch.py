@@ -115,6 +115,11 @@ class TextBatch(Generic[Text]):
         return len(self._texts) + len(self._beginning)
 
     @property
+    def beginning(self) -> list[Text]:
+        """The texts that get a row in the next call, or as soon as one is free."""
+        return list(self._beginning)
+
+    @property
     def held_tokens(self) -> int:
         """The number of tokens that the cache holds."""
         return sum(batched_text.read_count for batched_text in self._texts)
@@ -275,6 +280,11 @@ class TextSequence(Generic[Text]):
     def __len__(self) -> int:
         """The number of texts."""
         return int(self.text is not None)
+
+    @property
+    def beginning(self) -> list[Text]:
+        """The text."""
+        return [] if self.text is None else [self.text]
 
     def remove(self, text: Text) -> None:
         """End the text before its last token, if it has not ended yet."""

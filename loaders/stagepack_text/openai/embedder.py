@@ -59,7 +59,7 @@ class Embedder(ModelPart):
                 await asyncio.to_thread(self._read, [sentences[position] for position in batch], prompt)
                 for batch in positions
             ]
-        adapter = self._model.adapters.named_as_model(fields.model, self._model.name)
+        adapter = self._model.adapter_named(fields.model)
         tasks = [asyncio.ensure_future(self._model.infer(self._request(batch, adapter), deadline)) for batch in batches]
         try:
             with errors_of_field("input"):

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy
 from msgspec import Raw
 
+from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import InputError, OptionError
 from stagepack_loaders.decoders import (
     ENCODER_NAME,
@@ -187,15 +188,19 @@ class Generator(ModelPart):
 
     def adapter_of(self, model_name: str) -> str | None:
         """Return the adapter that clients name as a model of its own; None for the decoder itself."""
-        return self._decoder.adapters.named_as_model(model_name, self._decoder.name)
+        return self._decoder.adapter_named(model_name)
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Refuse an adapter that the decoder is not served with."""
+        """Refuse an adapter that the decoder does not have now."""
         if adapter is not None and adapter not in self._decoder.adapters.names:
             known = ", ".join(self._decoder.adapters.names) or "none"
             raise BadRequestError(
                 f"{self._decoder.name}: adapter: expected one of its adapters, {known}, found {adapter!r}"
             )
+
+    def check_new_adapter(self, adapter: OpenAdapter) -> None:
+        """See `ModelPart`: texts of several adapters share calls."""
+        _check_apart(self._decoder, self._facts, adapter.document.replaced, adapter.path.name)
 
     def follow_weights(self) -> None:
         """See `ModelPart`."""
@@ -305,16 +310,22 @@ def generator_of(model: ServedModel) -> Generator:
     return generator
 
 
+def _check_apart(model: ServedModel, facts: DecoderFacts, replaced: object, adapter: str | None) -> None:
+    """Refuse an adapter that replaces whole weights, for a decoder whose texts share calls."""
+    if facts.has_rows and replaced:
+        raise OptionError(
+            f"{model.name}: the adapter {adapter!r} replaces whole weights, and texts of several adapters share calls: merge it into a "
+            "bundle of its own (stagepack adapter --merge)"
+        )
+
+
 def add_generators(models: Sequence[ServedModel]) -> None:
     """Make the decoders of a bundle generate."""
     by_entry_point = {model.bundle.entry_point.name: model for model in models}
     for model in models:
         facts = decoder_facts(model.bundle.entry_point)
         encoder = by_entry_point.get(ENCODER_NAME)
-        if facts is not None and facts.has_rows and model.adapters.apart is not None:
-            raise OptionError(
-                f"{model.name}: the adapter {model.adapters.apart!r} replaces whole weights, and texts of several adapters share calls: "
-                "merge it into a bundle of its own (stagepack adapter --merge)"
-            )
+        if facts is not None:
+            _check_apart(model, facts, model.adapters.apart, model.adapters.apart)
         if facts is not None and (encoder is not None or not facts.takes_encoder):
             model.parts[Generator] = Generator(facts, model, encoder if facts.takes_encoder else None)

@@ -184,7 +184,7 @@ class TextLoop:
                 async with self._decoder.reserve_sequence(self._weights[lane]) as sequence:
                     if self._encode is not None and isinstance(lane, TextSequence) and lane.text is not None:
                         await self._encode(lane.text, self._encoder_weights[lane])
-                    self._end_late_texts(lane)
+                    self._end_refused_texts(lane)
                     while (call := lane.next_call()) is not None:
                         for text in call.texts.values():
                             text.weights = self._weights[lane]
@@ -202,7 +202,7 @@ class TextLoop:
                                 self._end(lane, text, part)
                             else:
                                 text.parts.put_nowait(part)
-                        self._end_late_texts(lane)
+                        self._end_refused_texts(lane)
         except Exception as error:  # noqa: BLE001 - the requests get any error
             while (ended := lane.take_any()) is not None:
                 self._end(lane, ended, error)
@@ -217,8 +217,15 @@ class TextLoop:
         """Let the texts of a lane have the newest weights: encoder and decoder those of one version."""
         self._weights[lane], self._encoder_weights[lane] = self._decoder.weights_with(self._encoder)
 
-    def _end_late_texts(self, lane: _Lane) -> None:
-        """End the waiting texts that would end too late if they began in the next call."""
+    def _end_refused_texts(self, lane: _Lane) -> None:
+        """End the texts that cannot begin in the next call: their adapter was unloaded since they were asked for, or it is too late."""
+        self.follow_weights()
+        adapters = self._weights[lane].adapters.names
+        for text in (*lane.beginning, *(self._waiting if lane in self._batches else ())):
+            if text.adapter is not None and text.adapter not in adapters:
+                self._waiting.remove(text)
+                message = f"{self._decoder.name}: adapter: {text.adapter!r} was unloaded before the text began"
+                self._end(lane, text, BadRequestError(message))
         if self._waiting and len(lane) < lane.most_texts:
             for text, error in self._admission.late_texts(self._waiting).items():
                 self._waiting.remove(text)
