@@ -132,6 +132,8 @@ def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, model
         trusted_files=given_trusted_files() or (),
         update_folder=options.updates_folder,
         watched_deltas=_watched_deltas(options),
+        adapter_folder=options.adapter_folder,
+        given_adapters=adapter_folders(options.adapters),
     )
 
 

@@ -127,6 +127,12 @@ class ServeOptions:
     imports: tuple[str, ...] = IMPORTS
     compiled_folder: str | None = COMPILED
     adapters: tuple[str, ...] = flag_of(LoadOptions, "adapters")
+    adapter_folder: Path | None = flag(
+        "--adapter-folder FOLDER",
+        "Folder of adapters that may be loaded over the models while they answer: FOLDER/NAME. With --model-control explicit, clients load "
+        "and unload them by their names ('load', or vLLM's 'load_lora_adapter'); with poll, those in the folder are loaded.",
+        default_text="none",
+    )
     verify: Verify = VERIFY
     trusted_files: tuple[str, ...] = SIGNATURE
     weights: WeightOptions = flags_of(
@@ -253,7 +259,7 @@ class ServeOptions:
             allow_ops=self.allow_ops,
             verify=self.verify,
             compiled=self.compiled_folder,
-            adapters=self.adapters or None,
+            adapters=self.adapters or (None if self.adapter_folder is None else ()),
             placement=self.placement,
             **structs.asdict(weights),
         )
@@ -265,6 +271,7 @@ class ServeOptions:
             digest=self.digest,
             trusted_files=given_trusted_files(),
             check_example=self.check_example,
+            loads_adapters=self.adapter_folder is not None,
         )
 
     @property
@@ -318,6 +325,8 @@ def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> Non
                 f"{path}: expected bundles, found a model repository for Triton: start 'tritonserver --model-repository={path}', or "
                 "give the bundle that 'stagepack triton' wrote it from"
             )
+    if options.adapter_folder and options.control_mode == "none":
+        raise click.UsageError("--adapter-folder requires --model-control explicit or poll")
     if options.load_names and (options.repository is None or options.control_mode != "explicit"):
         raise click.UsageError("--load-model requires --model-repository and --model-control explicit")
     if is_given("poll_seconds") and options.control_mode != "poll":

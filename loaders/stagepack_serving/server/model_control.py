@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from stagepack.errors import InputError, StagepackError
+from stagepack_serving.server.adapter_control import AdapterControl
 from stagepack_serving.server.bundle_listings import BundleListing, bundle_state
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.event_loop_threads import run_in_thread
@@ -59,8 +60,10 @@ class ModelControl:
 
     Attributes:
         models: the models of loaded bundles.
-        changing: held while a bundle is loaded or weights are updated.
+        source: the bundles that may be loaded.
+        changing: held while a bundle or an adapter is loaded or weights are updated.
         updates: updates the weights of models.
+        adapters: loads adapters over models.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class ModelControl:
         trusted_files: Sequence[str] = (),
         update_folder: Path | None = None,
         watched_deltas: WatchedDeltas | None = None,
+        adapter_folder: Path | None = None,
+        given_adapters: Mapping[str, Path] | None = None,
     ) -> None:
         self.models = models
-        self._source = source
+        self.source = source
         self._load_bundle = load_bundle
         self._mode = mode
         self._version_policy = version_policy
@@ -95,13 +100,14 @@ class ModelControl:
         self.changing = asyncio.Lock()
         folder = None if update_folder is None else DeltaFolder(update_folder)
         self.updates = WeightUpdates(self, folder, watched_deltas)
+        self.adapters = AdapterControl(self, adapter_folder, given_adapters or {})
 
     def load_at_start(
         self, model_names: Sequence[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
     ) -> bool:
         """Load bundles in this thread, before the server listens: the bundles of some models, or all. False if it does not serve."""
         self._polled_states = self._source_states() if self._mode == "poll" else {}
-        paths_by_name = self._source()
+        paths_by_name = self.source()
         if not paths_by_name and self._mode == "none":
             raise InputError(
                 "the model repository is empty: expected bundles at NAME/VERSION, where VERSION is a number"
@@ -114,14 +120,19 @@ class ModelControl:
                     return False
                 self._check_names(model_name, bundle)
                 self._serve(model_name, bundle)
+        if self._mode == "poll":
+            asyncio.run(self.adapters.poll())
         return True
 
     async def load(self, model_name: str) -> None:
-        """Load the newest versions of a model, as far as they are not loaded or have changed, and send requests to them.
+        """Load the newest versions of a model, as far as they are not loaded or have changed, and send requests to them; or an adapter.
 
         What cannot be loaded leaves the loaded versions as they are. The load goes on if its caller is cancelled.
         """
         self.check_changes_allowed()
+        is_model = model_name in self._loaded or model_name in await self._listed()
+        if not is_model and await self.adapters.load_as_listed(model_name):
+            return
         loading = asyncio.ensure_future(self._load(model_name))
         # asyncio reports an error that nobody asks for.
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -137,8 +148,11 @@ class ModelControl:
         return next(bundle.models for bundle in self._all_bundles() if model in bundle.models)
 
     async def unload(self, model_name: str) -> None:
-        """Send no new requests to a model. Requests and sequences that it has begun go on."""
+        """Send no new requests to a model, or unload an adapter. Requests and sequences that it has begun go on."""
         self.check_changes_allowed()
+        if model_name not in self._loaded and self.adapters.is_loaded(model_name):
+            await self.adapters.unload(model_name)
+            return
         async with self.changing:
             if model_name not in self._loaded:
                 raise RequestError(RequestStatus.NOT_FOUND, f"no model {model_name!r} is loaded")
@@ -166,16 +180,22 @@ class ModelControl:
         ]
         if self._mode == "explicit":
             known_names = self._loaded.keys() | {name for name, _ in self._states}
-            try:
-                paths_by_name = await run_in_thread(self._source)
-            except InputError as error:
-                raise RequestError(RequestStatus.MODEL_FAILED, str(error)) from error
-            entries += [(name, "", "UNAVAILABLE", "not loaded") for name in paths_by_name if name not in known_names]
+            entries += [
+                (name, "", "UNAVAILABLE", "not loaded") for name in await self._listed() if name not in known_names
+            ]
+        entries += await self.adapters.entries(lists_others=self._mode != "none")
         return [
             {"name": name, "version": version, "state": state} | ({"reason": reason} if reason else {})
             for name, version, state, reason in entries
             if state == "READY" or not ready_only
         ]
+
+    async def _listed(self) -> Mapping[str, Mapping[int, str]]:
+        """The bundles that may be loaded now."""
+        try:
+            return await run_in_thread(self.source)
+        except InputError as error:
+            raise RequestError(RequestStatus.MODEL_FAILED, str(error)) from error
 
     async def watch(self) -> None:
         """Close the versions that have finished, and poll the source where the mode says so, until the task is cancelled."""
@@ -221,6 +241,7 @@ class ModelControl:
             await asyncio.sleep(self._poll_seconds)
             # A load goes on when this is cancelled, and has the lock meanwhile.
             await asyncio.shield(self._poll())
+            await self.adapters.poll()
 
     def close(self, seconds: float) -> bool:
         """Finish the queued calls of all models, and end their threads, for which it waits so many seconds, and processes."""
@@ -247,7 +268,7 @@ class ModelControl:
     async def _load(self, model_name: str) -> None:
         """Load the newest versions of a model; then retire the others, unless one of the newest was refused."""
         async with self.changing:
-            paths = self._chosen_versions(model_name, await run_in_thread(self._source))
+            paths = self._chosen_versions(model_name, await run_in_thread(self.source))
             await self._await_free_memory()
             for version in [version for name, version in self._states if name == model_name]:
                 del self._states[model_name, version]
@@ -303,13 +324,17 @@ class ModelControl:
         return {version: paths[version] for version in versions}
 
     def _check_names(self, model_name: str, bundle: LoadedBundle) -> None:
-        """Check that no other bundle has a model of the same name."""
+        """Check that no other bundle has a model of the same name, and no model an adapter of it."""
         own_models = {model for own in self._loaded.get(model_name, {}).values() for model in own.models}
         other_names = {model.name for model in self.models.serving if model not in own_models}
+        adapters = self.models.adapter_names
         for model in bundle.models:
-            if model.name in other_names:
+            problem = f"{model.name!r} in two bundles" if model.name in other_names else ""
+            if model.name in adapters:
+                problem = f"{model.name!r}, which is an adapter of {adapters[model.name]}: unload it first"
+            if problem:
                 bundle.close(_CLOSE_SECONDS)
-                raise InputError(f"expected distinct names of models, found {model.name!r} in two bundles")
+                raise InputError(f"expected distinct names of models and adapters, found {problem}")
 
     def _serve(self, model_name: str, bundle: LoadedBundle) -> None:
         """Send requests to a new version."""
@@ -354,7 +379,7 @@ class ModelControl:
     def _source_states(self) -> Mapping[str, object]:
         """For each model a value that changes with its bundles, and with the keys that must have signed them."""
         keys, states = [file_state(path) for path in self._trusted_files], dict[str, object]()
-        for model_name, paths in self._source().items():
+        for model_name, paths in self.source().items():
             try:
                 if paths:
                     states[model_name] = {version: bundle_state(path) for version, path in paths.items()}, keys

@@ -45,6 +45,7 @@ class ServedBundleOptions:
         digest: the digest that a bundle must have.
         trusted_files: the files of those who may have signed a bundle; None for no check.
         check_example: whether a bundle is refused whose example has other results here than those that are recorded.
+        loads_adapters: whether bundles take adapters later, too.
     """
 
     load: LoadOptions
@@ -54,6 +55,7 @@ class ServedBundleOptions:
     digest: str | None = None
     trusted_files: TrustedSigners | None = None
     check_example: bool = True
+    loads_adapters: bool = False
 
     @property
     def uses_processes(self) -> bool:
@@ -157,7 +159,10 @@ class BundleLoading:
     def _load_options(self, bundle: Bundle) -> LoadOptions:
         """The options of a bundle, with the adapters that were made for it."""
         load = self._options.load
-        return structs.replace(load, adapters=fitting_adapters(bundle, load.adapters)) if load.adapters else load
+        fitting = fitting_adapters(bundle, load.adapters or ())
+        # Entry points that share weights take no adapters later.
+        takes_adapters = bool(fitting) or (self._options.loads_adapters and len(bundle.entry_points) == 1)
+        return structs.replace(load, adapters=fitting if takes_adapters else None)
 
     def _load_pipeline(self, bundle: Bundle, closing: ExitStack) -> CallablePipeline | None:
         options, load = self._options, self._load_options(bundle)

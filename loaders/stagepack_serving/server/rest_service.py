@@ -13,11 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from stagepack_serving.server import openapi_schemas as answers
 from stagepack_serving.server.access_log import RecordedRequests
+from stagepack_serving.server.adapter_control import LoadLoraRequest, UnloadLoraRequest
 from stagepack_serving.server.errors import RequestError, refusal_fields, refusal_headers
 from stagepack_serving.server.extensions import server_extensions
 from stagepack_serving.server.log_settings import log_settings, update_log_settings
@@ -210,6 +211,16 @@ def _repository_endpoints(control: ModelControl, pace: PagePace) -> list[Endpoin
         fields = await read_fields(request, UpdateRequest)
         return JSONResponse(await control.updates.update(request.path_params["model"], fields.parameters))
 
+    async def load_lora(request: Request) -> Response:
+        fields = await read_fields(request, LoadLoraRequest)
+        await control.adapters.load(fields)
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
+
+    async def unload_lora(request: Request) -> Response:
+        fields = await read_fields(request, UnloadLoraRequest)
+        await control.adapters.unload(fields.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
+
     path, entries, nothing = "/v2/repository", list[answers.IndexEntry], dict[str, Any]
     return [
         Endpoint(
@@ -217,7 +228,7 @@ def _repository_endpoints(control: ModelControl, pace: PagePace) -> list[Endpoin
         ),
         Endpoint(
             f"{path}/models/{{model}}/load",
-            "Load the newest version of a model",
+            "Load the newest version of a model, or an adapter",
             load,
             nothing,
             LoadRequest,
@@ -231,7 +242,30 @@ def _repository_endpoints(control: ModelControl, pace: PagePace) -> list[Endpoin
             UpdateRequest,
             (400, 403, 404, 503),
         ),
-        Endpoint(f"{path}/models/{{model}}/unload", "Unload a model", unload, nothing, UnloadRequest, (400, 403, 404)),
+        Endpoint(
+            f"{path}/models/{{model}}/unload",
+            "Unload a model, or an adapter",
+            unload,
+            nothing,
+            UnloadRequest,
+            (400, 403, 404),
+        ),
+        Endpoint(
+            "/v1/load_lora_adapter",
+            "Load an adapter: vLLM's API",
+            load_lora,
+            "text/plain",
+            LoadLoraRequest,
+            (400, 403, 404),
+        ),
+        Endpoint(
+            "/v1/unload_lora_adapter",
+            "Unload an adapter: vLLM's API",
+            unload_lora,
+            "text/plain",
+            UnloadLoraRequest,
+            (400, 403, 404),
+        ),
     ]
 
 
