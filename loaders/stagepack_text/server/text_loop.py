@@ -220,9 +220,8 @@ class TextLoop:
     def _end_refused_texts(self, lane: _Lane) -> None:
         """End the texts that cannot begin in the next call: their adapter was unloaded since they were asked for, or it is too late."""
         self.follow_weights()
-        adapters = self._weights[lane].adapters.names
         for text in (*lane.beginning, *(self._waiting if lane in self._batches else ())):
-            if text.adapter is not None and text.adapter not in adapters:
+            if text.adapter is not None and text.adapter not in self._weights[lane].adapters.names:
                 self._waiting.remove(text)
                 message = f"{self._decoder.name}: adapter: {text.adapter!r} was unloaded before the text began"
                 self._end(lane, text, BadRequestError(message))
