@@ -16,18 +16,23 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_serving.server import free_memory
 from stagepack_serving.server.bundle_listings import fixed_bundles
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.model_loading import BundleLoading, ServedBundleOptions
+from stagepack_serving.server.model_part import ModelPart
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
+from stagepack_serving.server.served_model import ServedModel
 from tests.modules import module_of
 from tests.process_facts import child_processes, memory_bytes
 from tests.serve.attacks import attacking
 from tests.serve.local_server import local_server
 from tests.serve.servers import Client, Server, post, refused, stagepack_server
+from tests.serve.version_models import export_scale
 from tests.waiting import wait_until
 
 WEIGHT_BYTES = 80_000_000
@@ -89,8 +94,11 @@ def test_calls_that_lose_their_connection_leave_no_memory(heavy: Path) -> None:
         assert bytes_after_attacks(32) < bytes_before + 32 * 320_000
 
 
-class _Weights:
+class _Weights(ModelPart):
     """Stands for what a version has loaded."""
+
+    objects: list[list[int]]
+    model: ServedModel
 
 
 def test_refused_version_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +134,40 @@ def test_refused_version_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         asyncio.run(load())
     finally:
         gc.enable()
+
+
+def test_a_load_does_not_wait_for_the_objects_of_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model has as many objects as a thousand idle clients, which do not go away."""
+    path, models = export_scale(tmp_path / "scale", 2.0), ModelRegistry(ServerLimits(), Metrics())
+    load_small = BundleLoading(ServedBundleOptions(load=LoadOptions(), processes=ProcessOptions()), models)
+    ballast: list[weakref.ref[_Weights]] = []
+
+    def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle | None:
+        loaded = load_small(model_name, version, path, unless_digest=unless_digest)
+        assert loaded is not None
+        weights = _Weights()
+        weights.objects = [[number] for number in range(60_000)]
+        ballast.append(weakref.ref(weights))
+        for model in loaded.models:
+            model.parts[_Weights], weights.model = weights, model
+        return loaded
+
+    async def load_again() -> list[float]:
+        watching, times = asyncio.create_task(control.watch()), []
+        for _ in range(3):
+            start_time = time.monotonic()
+            await control.unload("model")
+            await control.load("model")
+            times.append(time.monotonic() - start_time)
+        watching.cancel()
+        return times
+
+    monkeypatch.setattr(BundleLoading, "_freeze_libraries", lambda *_: None)
+    control = ModelControl(models, fixed_bundles({"model": str(path)}), load_bundle, mode="explicit")
+    control.load_at_start()
+    assert max(asyncio.run(load_again())) < 8
+    assert [former() is None for former in ballast] == [True] * 3 + [False]
+    control.close(1)
 
 
 def test_counting_objects_breaks_no_tuple_that_another_thread_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ class ModelControl:
                     return False
                 self._check_names(model_name, bundle)
                 self._serve(model_name, bundle)
+        self._ended_versions.begin()
         if self._mode == "poll":
             asyncio.run(self.adapters.poll())
         return True
@@ -292,7 +293,9 @@ class ModelControl:
         digest = None if loaded is None else loaded.digest
         self._states[model_name, version] = ("LOADING", "")
         try:
-            bundle = await run_in_thread(partial(self._load_bundle, model_name, version, path, unless_digest=digest))
+            with self._ended_versions.loading():
+                load = partial(self._load_bundle, model_name, version, path, unless_digest=digest)
+                bundle = await run_in_thread(load)
             if bundle is not None:
                 self._check_names(model_name, bundle)
         except Exception as error:
