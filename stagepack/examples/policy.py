@@ -40,7 +40,8 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take and return `[rows, length, WIDTH]`."""
         heads = self.mixed(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).transpose(1, 3)
-        attended = torch.nn.functional.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
+        query, key, value = heads.unbind(2)
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + attended.transpose(1, 2).flatten(2)
         result: torch.Tensor = x + self.feed(x)
         return result
@@ -131,7 +132,7 @@ def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torc
     return float(rewards.mean())
 
 
-def train(bundle: Path, folder: Path, server: Server, steps: int) -> list[float]:
+def train_policy(bundle: Path, folder: Path, server: Server, steps: int) -> list[float]:
     """Train, and ship each step to the server; return the mean reward of each rollout.
 
     bundle: the bundle that the server runs.
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--address", default="127.0.0.1:8000", help="of its REST endpoint")
     parser.add_argument("--steps", type=int, default=48)
     options = parser.parse_args()
-    rewards = train(options.bundle, options.folder, Server(options.address, options.bundle.stem), options.steps)
+    rewards = train_policy(options.bundle, options.folder, Server(options.address, options.bundle.stem), options.steps)
     print(
         f"{options.steps} steps, each answered by its own weights, bit for bit: mean reward {rewards[0]:.1f} to {rewards[-1]:.1f}"
     )

@@ -71,11 +71,7 @@ class CheckpointDelta:
     checksums: Mapping[str, str]
 
     def new_weights(self, bundle: Bundle) -> dict[str, CheckpointTensor]:
-        """Return the weights that it changes in a bundle, by their names there. They are decoded, and compared, when they are read.
-
-        Raises:
-            CaptureError: it is on another version than the bundle, or of another model.
-        """
+        """Return the weights that it changes in a bundle, by their names there. They are decoded, and compared, when they are read."""
         base_version = "" if bundle.patches is None else bundle.patches.version
         if base_version not in ("", found := str(self.metadata.base_version)):
             raise CaptureError(
@@ -113,11 +109,7 @@ class CheckpointDelta:
 
 
 def open_checkpoint_delta(path: str | os.PathLike[str]) -> CheckpointDelta | None:
-    """Open the folder of a version; None for anything else, such as a whole checkpoint.
-
-    Raises:
-        CaptureError: it is a delta of another encoding, or is incomplete.
-    """
+    """Open the folder of a version; None for anything else, such as a whole checkpoint."""
     folder = Path(path)
     metadata = None
     with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.DecodeError):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Final, TypeGuard, cast
 
 from stagepack.deltas.delta import DELTA, Delta
 from stagepack.deltas.document import (
@@ -85,7 +85,7 @@ def write_delta(
     check_version_name(version)
     old_bundle = opened(bundle)
     open_writer = partial(BundleWriter, out, overwrite=overwrite, kind=DELTA)
-    if hasattr(new, "own_weights"):
+    if _is_training(new):
         from stagepack.roads.training_delta import write_training_changes  # noqa: PLC0415 - torch, which two bundles do not need
 
         write_training_changes(old_bundle, new, open_writer, partial(_finish, base=old_bundle, version=version))
@@ -99,7 +99,8 @@ def write_delta(
         else:
             from stagepack.roads.weights_delta import write_weight_changes  # noqa: PLC0415 - torch, which two bundles do not need
 
-            next_version = write_weight_changes(writer, old_bundle, new)
+            weights = cast("str | os.PathLike[str] | Mapping[str, torch.Tensor]", new)
+            next_version = write_weight_changes(writer, old_bundle, weights)
             result, changed = next_version.manifest, next_version.changed
             version = version or next_version.name
         _finish(writer, result, changed, base=old_bundle, version=version, signature=signature)
@@ -128,7 +129,11 @@ def _finish(
     writer.finish(_delta_document(base.digest, result_digest, version, changed))
 
 
-def _is_bundle_path(new: str | os.PathLike[str] | Mapping[str, Any]) -> TypeGuard[str | os.PathLike[str]]:
+def _is_training(new: object) -> "TypeGuard[DistributedWeights]":
+    return hasattr(new, "own_weights")
+
+
+def _is_bundle_path(new: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether something is the path or URL of a bundle, and not of a checkpoint."""
     if not isinstance(new, str | os.PathLike):
         return False

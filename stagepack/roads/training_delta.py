@@ -23,7 +23,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter
 from stagepack.roads.distributed_weights import DistributedWeights, in_all_processes, weight_names, write_weights
 from stagepack.roads.replace import Replacements, find_replacements
-from stagepack.roads.weights_delta import check_zeros, file_versions, kept_files, next_manifest, weight_file_names
+from stagepack.roads.weights_delta import check_zeros, file_versions, next_files, next_manifest, weight_file_names
 
 _LENT_NAME: Final = "lent.safetensors"
 
@@ -158,7 +158,7 @@ class _OwnChanges:
             version=own.version,
         )
         written: list[_WrittenFile] = []
-        for number, entry in enumerate(kept_files(self._bundle)):
+        for number, entry in enumerate(next_files(self._bundle)):
             if writers.get(entry.name) != rank:
                 continue
             path = self._folders[rank] / str(number)
@@ -184,7 +184,7 @@ def _collect(
     }
     changed: list[ChangedFile] = []
     entries: list[File] = []
-    for entry in kept_files(bundle):
+    for entry in next_files(bundle):
         if entry.name not in written:
             entries.append(entry)
             continue

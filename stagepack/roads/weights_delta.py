@@ -53,7 +53,7 @@ def write_weight_changes(
     check_zeros(found)
     changed: list[ChangedFile] = []
     entries: list[File] = []
-    for entry in kept_files(bundle):
+    for entry in next_files(bundle):
         with contextlib.ExitStack() as open_files:
             versions = file_versions(bundle, entry, found, open_files)
             if versions is None:
@@ -80,7 +80,7 @@ def check_zeros(found: Replacements) -> None:
             )
 
 
-def kept_files(bundle: Bundle) -> list[File]:
+def next_files(bundle: Bundle) -> list[File]:
     """Return the files of a bundle that its next version has too, in the order in which a delta lists them."""
     left_out = _left_out_files(bundle.entry_points)
     kept = (entry for entry in bundle.listed if entry.name not in left_out)

@@ -54,7 +54,7 @@ def test_published_versions_become_the_next_versions(
 def test_a_bundle_publishes_its_next_version(versions: Versions, tmp_path: Path) -> None:
     states = [versions.model(name).state_dict() for name in "abc"]
     composed = stagepack.open(versions.a, deltas=[versions.a_to_b])
-    pairs = [(versions.a, versions.b), (composed, versions.c)]
+    pairs: list[tuple[Path | Bundle, Path]] = [(versions.a, versions.b), (composed, versions.c)]
     pulled = states[0]
     for number, (old, new) in enumerate(pairs):
         folder = tmp_path / f"weight_v{number + 1:06d}"
@@ -79,6 +79,8 @@ def test_a_bundle_publishes_its_next_version(versions: Versions, tmp_path: Path)
 
 class Tied(torch.nn.Module):
     """A tied weight, a buffer of zeros, a non-persistent buffer and one that is read through a view."""
+
+    scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -142,8 +142,8 @@ def give_different_batches(training: Training) -> None:
 def write_deltas(folder_name: str, run: str) -> None:
     """Ship steps as deltas, and ask for some that cannot be."""
     folder, [model_name, _, schedule, microbatches] = Path(folder_name), run.split(":")
-    options = {"microbatches": int(microbatches), "schedule": schedule}
-    training = stagepack.train(folder / "own.stagepack", MODELS[model_name].loss, **options)
+    bundle, loss = folder / "own.stagepack", MODELS[model_name].loss
+    training = stagepack.train(bundle, loss, microbatches=int(microbatches), schedule=schedule)
     ship_steps(folder, training, model_name)
     refuse_deltas(folder, training, model_name)
     training.close()
