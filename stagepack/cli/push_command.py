@@ -5,6 +5,7 @@ import click
 from stagepack.cli.command import argument, flag, option_object, subcommand
 from stagepack.cli.output import print_json, print_line
 from stagepack.cli.shared_flags import JSON, BundleOptions, open_listed_argument, refuse_url
+from stagepack.deltas.delta import Delta
 from stagepack.extras import explain_missing_packages
 from stagepack.remote.url import HUB_SCHEME, BundleUrl, is_url
 
@@ -14,12 +15,21 @@ class _Options(BundleOptions):
     url: str = argument()
     private: bool = flag("--private", "Make a new repository private.")
     message: str | None = flag("--message TEXT", "Message of the commit.", default_text="the digest of the bundle")
+    by_base: bool = flag(
+        "--by-base",
+        "Put a delta in the folder URL/DIGEST, where DIGEST is that of its base: 'serve --watch-deltas URL' finds it there, and so does "
+        "who loads a bundle whose folder 'deltas' URL is.",
+    )
     as_json: bool = JSON
 
 
 @subcommand(
     "push",
-    examples=["stagepack push net.stagepack hf://org/name", "stagepack push net.stagepack hf://org/name --private"],
+    examples=[
+        "stagepack push net.stagepack hf://org/name",
+        "stagepack push net.stagepack hf://org/name --private",
+        "stagepack push step.delta hf://org/name/deltas --by-base",
+    ],
 )
 def command(options: _Options) -> None:
     """Upload a bundle or a delta to the Hugging Face Hub.
@@ -37,9 +47,13 @@ def command(options: _Options) -> None:
 
     # On a terminal, the library of the hub shows the progress.
     url = BundleUrl.parse(options.url)
+    if options.by_base:
+        if not isinstance(bundle, Delta):
+            raise click.UsageError(f"--by-base: expected a delta, found the bundle {options.bundle_path}")
+        url = url.child(bundle.base)
     commit_url = push(bundle, url, private=options.private or None, message=options.message)
     if options.as_json:
-        facts = {"bundle": options.bundle_path, "digest": bundle.digest, "url": options.url, "commit": commit_url}
+        facts = {"bundle": options.bundle_path, "digest": bundle.digest, "url": str(url), "commit": commit_url}
         print_json(facts)
     else:
-        print_line(f"uploaded {options.bundle_path} to {options.url}: {commit_url}")
+        print_line(f"uploaded {options.bundle_path} to {url}: {commit_url}")
