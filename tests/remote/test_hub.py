@@ -6,6 +6,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import stagepack
@@ -121,3 +122,29 @@ def test_urls_in_messages_have_no_secrets() -> None:
         with pytest.raises(OptionError) as caught:
             assert BundleUrl.parse(url).hub_location
         assert "secret" not in str(caught.value)
+
+
+def test_a_delta_is_pushed_to_where_who_has_its_base_finds_it(hub: HubServer, cache: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(700, 700)
+    old = stagepack.export(model, (torch.ones(1, 700),), out=tmp_path / "old.stagepack")
+    assert run("push", old.path, f"hf://{REPOSITORY}").exit_code == 0
+    stagepack.load(f"hf://{REPOSITORY}")
+    with torch.no_grad():
+        model.bias.zero_()
+        model.weight[::50, 0] += 1
+    new = stagepack.export(model, (torch.ones(1, 700),), out=tmp_path / "new.stagepack")
+    delta = stagepack.delta(old, new, out=tmp_path / "step.delta")
+    for path, *options in ([new.path], [delta.path, "--by-base"]):
+        place = f"hf://{REPOSITORY}{'/deltas' if options else ''}"
+        result = run("push", path, place, *options)
+        assert result.exit_code == 0, result.output
+    assert f"uploaded {delta.path} to hf://{REPOSITORY}/deltas/{old.digest}" in result.output
+    result = run("push", new.path, f"hf://{REPOSITORY}/deltas", "--by-base")
+    assert (result.exit_code, "--by-base: expected a delta" in result.output) == (2, True)
+    hub.content_host.requests.clear()
+    found = stagepack.load(f"hf://{REPOSITORY}")
+    assert found.bundle.digest == new.digest
+    assert torch.equal(found.state_dict()["weight"], model.weight)
+    assert not hub.content_host.requests["stage-0.safetensors"]
+    found.bundle.verify()

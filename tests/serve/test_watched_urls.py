@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,13 @@ def test_deltas_are_taken_as_they_appear(store: HttpServer, made: Path, options:
         wait_until(lambda: ask(server) == (3.0, "step 3"))
         publish(store, made / "4.delta")
         wait_until(lambda: ask(server) == (4.0, "step 4"))
+
+
+def test_a_folder_is_followed_by_its_url(store: HttpServer, made: Path) -> None:
+    with local_server([f"scale={made / '1.stagepack'}"], "--watch-deltas", f"file://{store.folder}/deltas") as server:
+        time.sleep(0.3)  # it looks for a delta that is not there yet
+        publish(store, made / "2.delta")
+        wait_until(lambda: ask(server) == (2.0, "step 2"))
 
 
 def test_a_store_that_fails_is_asked_again_and_named(
