@@ -1,17 +1,38 @@
 """A pipeline at one version of its weights, for what makes several calls: of one entry point, or of two."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.executor import Executor
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.versions import StageVersion
 
-if TYPE_CHECKING:
-    from stagepack_loaders.pipeline import CallablePipeline
+
+class VersionedPipeline(Protocol):
+    """What a `PinnedPipeline` needs of a `CallablePipeline`."""
+
+    executor: Executor
+
+    @property
+    def inputs(self) -> Sequence[Edge]:
+        """The inputs."""
+
+    @property
+    def arrays(self) -> ArrayOps:
+        """The operations on its arrays."""
+
+    def inference(self, *, for_autograd: bool = True) -> AbstractContextManager[None]:
+        """Return a context for calls that need no gradients."""
+
+    def sequences(self, count: int, version: StageVersion | None = None) -> list[PipelineSequence]:
+        """Return several sequences on a version."""
+
+    def call_version(self, version: StageVersion, inputs: Mapping[str, Any]) -> Any:
+        """Call the pipeline on a version."""
 
 
 class PinnedPipeline:
@@ -20,7 +41,7 @@ class PinnedPipeline:
     version: the version.
     """
 
-    def __init__(self, pipeline: "CallablePipeline", version: StageVersion) -> None:
+    def __init__(self, pipeline: VersionedPipeline, version: StageVersion) -> None:
         self._pipeline = pipeline
         self._version = version
 
@@ -52,7 +73,7 @@ class PinnedPipeline:
         return self._pipeline.call_version(self._version, inputs)
 
 
-def pinned_together(pipeline: "CallablePipeline", other: "CallablePipeline") -> tuple[PinnedPipeline, PinnedPipeline]:
+def pinned_together(pipeline: VersionedPipeline, other: VersionedPipeline) -> tuple[PinnedPipeline, PinnedPipeline]:
     """Return two pipelines at their newest versions: entry points of one bundle that were loaded together are at one version."""
     version, other_version = pipeline.executor.updated.newest_with(other.executor.updated)
     return PinnedPipeline(pipeline, version), PinnedPipeline(other, other_version)

@@ -45,13 +45,13 @@ class ComposedChunks:
             self.close()
             raise
 
-    def read(self, chunk: FileChunk) -> bytearray | None:
+    def read(self, chunk: FileChunk) -> memoryview | None:
         """Return the content of a chunk, compared with its digest; None if it cannot be composed."""
         read = self._reads.get(chunk.entry.name)
         if read is not None:
             with contextlib.suppress(OSError, EOFError, StagepackError):
-                content = bytearray(chunk.end - chunk.start)
-                read.fill(chunk.start, memoryview(content))
+                content = memoryview(bytearray(chunk.end - chunk.start))
+                read.fill(chunk.start, content)
                 if chunk.check(content) is None:
                     return content
             # A delta that does not make the bundle would be composed for each of its chunks.

@@ -43,7 +43,7 @@ class LocalChunks:
         chunks = {chunk.digest: chunk.end - chunk.start for entry in entries for chunk in file_chunks(entry)}
         return sum(size for digest, size in chunks.items() if digest not in self._places)
 
-    def read(self, chunk: FileChunk) -> bytes | bytearray | None:
+    def read(self, chunk: FileChunk) -> bytes | memoryview | None:
         """Return the content of a chunk, compared with its digest; None if no bundle has it."""
         for path, start in self._places.get(chunk.digest, ())[:_MOST_PLACES]:
             with contextlib.suppress(OSError, StagepackError):

@@ -35,7 +35,7 @@ from stagepack.terminal import byte_progress
 _BATCH_FILES: Final = 64
 # The folder of deltas in the folder of a bundle at a URL.
 DELTAS_FOLDER: Final = "deltas"
-# Fewer bytes are downloaded without looking for deltas.
+# A download of less does not look for deltas.
 _LEAST_COMPOSED_BYTES: Final = 2**20
 
 

@@ -5,6 +5,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def ask(server: AnyServer) -> tuple[float, str]:
     status, answer, _ = post(server.http, "/v2/models/scale/infer", json.dumps(body))
     assert status == 200, answer
     return answer["outputs"][0]["data"][0], answer["parameters"]["weight_version"]
+
+
+def answers(server: AnyServer, number: int) -> bool:
+    return ask(server) == (float(number), f"step {number}")
+
+
+def has_more_requests(store: HttpServer, count: int) -> bool:
+    return store.requests["manifest.json"] > count
 
 
 def watching(store: HttpServer, made: Path, *options: str) -> tuple[list[str], tuple[str, ...]]:
@@ -153,9 +162,8 @@ def test_chains_are_followed_for_ever_and_the_disk_is_freed(
     with local_server(bundles, *options) as server:
         for number in range(2, LAST + 1):
             publish(store, made / f"{number}.delta")
-            wait_until(lambda number=number: ask(server) == (float(number), f"step {number}"))
-            asked = store.requests["manifest.json"]
-            wait_until(lambda asked=asked: store.requests["manifest.json"] > asked + 1)
+            wait_until(partial(answers, server, number))
+            wait_until(partial(has_more_requests, store, store.requests["manifest.json"] + 1))
             used.append(disk_bytes(Cache(cache)))
             shutil.rmtree(next((store.folder / "deltas").iterdir()))
         model = server.control.models.find("scale", "")
@@ -185,7 +193,7 @@ def test_what_is_not_signed_is_not_taken(
     stagepack.sign(target, key=signer.key)
     with local_server([f"scale={base}"], *options) as server:
         wait_until(lambda: ask(server) == (2.0, "step 2"))
-        # It runs the bundle that the delta made, under the signature of the delta.
+        # The server runs the bundle that the delta made, under the signature of the delta.
         wait_until(lambda: server.control.models.find("scale", "").bundle.patches is None)
 
 

@@ -58,7 +58,8 @@ def test_an_update_of_one_entry_point_is_one_of_all(
     pipelines = stagepack.load_entry_points(old, runtime=runtime)
     one: Any = pipelines if name is None else pipelines[name]
     report = one.update(source, version="second", keep_previous=True)
-    assert {pipeline.version for pipeline in (pipelines, *pipelines.values())} == {"second"} == {report.version}
+    assert {pipelines.version, *(pipeline.version for pipeline in pipelines.values())} == {"second"}
+    assert report.version == "second"
     assert pipelines.bundle.digest == new.digest
     assert pipelines.bundle.selected is None
     check_answers(pipelines, new)

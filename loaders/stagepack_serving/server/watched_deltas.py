@@ -137,7 +137,7 @@ class DeltaUrl:
     @property
     def pause_seconds(self) -> float:
         """See `WatchedDeltas`."""
-        return min(_MOST_URL_SECONDS, URL_SECONDS * 2**self._error_count)
+        return min(_MOST_URL_SECONDS, URL_SECONDS * 2.0**self._error_count)
 
     def steps(self, model_name: str, bundle: Bundle) -> Iterator[Step]:
         """See `WatchedDeltas`."""
