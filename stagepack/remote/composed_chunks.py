@@ -4,6 +4,7 @@ What a delta says is not trusted: a chunk is taken if it has the digest that the
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from stagepack.format.reader import Bundle
 
 # Earlier versions that are asked for; each takes a request. The first one is the one before at most times.
 _MOST_BASES: Final = 3
+_MOST_FOLDERS: Final = 64
 # Deltas of a chain. Each takes two requests before its data.
 _MOST_STEPS: Final = 16
 # A document of a larger share of what is downloaded otherwise saves little.
@@ -85,7 +87,7 @@ def find_composed(
 def _bases(wanted: Manifest, folders: Iterable[Path]) -> Iterator[Bundle]:
     """Yield the bundles that may be earlier versions: those with the same weight files."""
     names, count = _weight_files(wanted), 0
-    for folder in folders:
+    for folder in itertools.islice(folders, _MOST_FOLDERS):
         with contextlib.suppress(StagepackError, OSError):
             manifest = read_manifest(folder)
             if manifest.sha256 != wanted.sha256 and _weight_files(manifest) == names:

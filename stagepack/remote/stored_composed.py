@@ -42,7 +42,11 @@ def store_composed(bundle: Bundle, cache: Cache) -> Bundle:
             if cache.add(entry, folder):  # another process has completed it
                 part.discard()
                 continue
-            _write(bundle, entry, part)
+            try:
+                _write(bundle, entry, part)
+            except BaseException:
+                part.discard()
+                raise
             cache.add(entry, folder, part)
     stored = Bundle(folder)
     vars(stored)["_holder"] = holder  # for its copies at entry points too

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stagepack
+from stagepack.errors import WriteError
 from stagepack.remote.cache import Cache
 from stagepack.remote.cache_contents import cached_bundles, disk_bytes
 from stagepack_serving.server import delta_chains, watched_deltas
@@ -248,3 +249,25 @@ def test_a_url_that_cannot_be_polled_leaves_the_model(
     shutil.rmtree(store.folder / "wide.stagepack")
     wait_until(lambda: any("wide: cannot be polled" in record.getMessage() for record in caplog.records))
     assert polled.control.models.find("wide", "").bundle.digest == digest
+
+
+def test_a_chain_that_cannot_be_written_is_followed_nevertheless(
+    store: HttpServer, made: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(delta_chains, "MOST_DELTAS", 1)
+    attempts = []
+
+    def full(bundle: stagepack.Bundle, cache: Cache) -> stagepack.Bundle:
+        attempts.append(bundle.digest)
+        cache.add_manifest(bundle.digest, (made / "7.stagepack" / "manifest.json").read_bytes())
+        raise WriteError("no space is left")
+
+    monkeypatch.setattr(delta_chains, "store_composed", full)
+    bundles, options = watching(store, made)
+    with local_server(bundles, *options) as server:
+        for number in range(2, LAST + 1):
+            publish(store, made / f"{number}.delta")
+            wait_until(partial(answers, server, number))
+        wait_until(lambda: len(cached_bundles(Cache(cache))) == LAST - 1)
+    assert 0 < len(attempts) < LAST - 2
+    assert any("no space is left" in record.getMessage() for record in caplog.records)

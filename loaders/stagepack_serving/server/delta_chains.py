@@ -25,6 +25,8 @@ class DeltaChains:
 
     def __init__(self) -> None:
         self._own: dict[str, Sequence[File]] = {}
+        # Deltas of a chain that could not be written: the next attempt is for a longer one.
+        self._postponed = 0
 
     @cached_property
     def _cache(self) -> Cache:
@@ -39,14 +41,22 @@ class DeltaChains:
         patches = bundle.patches
         if not isinstance(patches, ComposedFiles):
             return False
+        if len(patches.deltas) <= self._postponed:
+            return False
         sizes = [sum(file.size for file in listed.listed) for listed in (bundle, *patches.deltas)]
         return len(patches.deltas) > MOST_DELTAS or sum(sizes[1:]) > sizes[0] * _MOST_SHARE
 
     def store(self, bundle: Bundle) -> Bundle:
         """Write a bundle that a chain makes into the cache; return it there."""
+        self._own[bundle.digest] = bundle.listed
         stored = store_composed(bundle, self._cache)
-        self._own[stored.digest] = stored.listed
+        self._postponed = 0
         return stored
+
+    def postpone(self, bundle: Bundle) -> None:
+        """Write a chain only when it is longer by a half than that of a bundle, which could not be written."""
+        patches = bundle.patches
+        self._postponed = len(patches.deltas) * 3 // 2 if isinstance(patches, ComposedFiles) else 0
 
     def has_unneeded(self, running: Iterable[Bundle]) -> bool:
         """Whether something was fetched or made that is not needed for the bundles that run."""

@@ -28,6 +28,7 @@ _FOLDER_SECONDS: Final = 0.5
 # Between two requests for the next delta of a model, at first and, after errors, at most.
 URL_SECONDS = 2.0
 _MOST_URL_SECONDS: Final = 60.0
+_MOST_ERRORS: Final = 16
 # A delta may have so many bytes more than its bundle, of which it could hold each file as a whole.
 _MORE_BYTES: Final = 64 * 2**20
 
@@ -57,11 +58,18 @@ class WatchedDeltas(Protocol):
     def pause_seconds(self) -> float:
         """The time between two looks."""
 
-    def steps(self, model_name: str, bundle: Bundle) -> Iterator[Step]:
-        """Yield the deltas on the bundle that a model runs, whose files are on this machine and verified.
+    def steps(self, model_name: str, digest: str) -> Iterator[Step]:
+        """Yield the deltas on the bundle of a digest, which a model runs.
 
         Raises:
             StagepackError: they cannot be looked for.
+        """
+
+    def fetch(self, step: Step, bundle: Bundle) -> None:
+        """Return when the files of a delta on a bundle are on this machine, and compared with their digests.
+
+        Raises:
+            StagepackError: they cannot be fetched, or are others, or too large.
         """
 
 
@@ -94,9 +102,9 @@ class DeltaFolder:
         own = self.folder / model_name
         return own if own.is_dir() and not (own / MANIFEST_NAME).exists() else self.folder
 
-    def steps(self, model_name: str, bundle: Bundle) -> Iterator[Step]:
+    def steps(self, model_name: str, digest: str) -> Iterator[Step]:
         """See `WatchedDeltas`. In the order of their names."""
-        digest, folder = bundle.digest, self.of_model(model_name)
+        folder = self.of_model(model_name)
         try:
             names = sorted(os.listdir(folder))
         except OSError as error:
@@ -111,6 +119,9 @@ class DeltaFolder:
         self._bases[model_name] = bases
         for path in (folder / name for name, (_, base) in bases.items() if base == digest):
             yield Step(path, str(path), folder_state(str(path)))
+
+    def fetch(self, step: Step, bundle: Bundle) -> None:
+        """See `WatchedDeltas`: they are there."""
 
 
 class DeltaUrl:
@@ -139,21 +150,24 @@ class DeltaUrl:
         """See `WatchedDeltas`."""
         return min(_MOST_URL_SECONDS, URL_SECONDS * 2.0**self._error_count)
 
-    def steps(self, model_name: str, bundle: Bundle) -> Iterator[Step]:
-        """See `WatchedDeltas`."""
-        self._error_count = min(self._error_count + 1, 16)
-        delta = self._open_next(self._url, self.cache, None, bundle.digest)
-        if delta is not None:
-            size, most = (sum(file.size for file in listed.listed) for listed in (delta, bundle))
-            if size > most + _MORE_BYTES:
-                message = (
-                    f"expected a delta of at most the {format_bytes(most)} of its bundle, found {format_bytes(size)}"
-                )
-                raise RemoteError(f"{delta.location}: {message}: load the bundle that it makes")
-            delta.check_digests(delta.files)
-        self._error_count = 0
-        if delta is not None:
+    def steps(self, model_name: str, digest: str) -> Iterator[Step]:
+        """See `WatchedDeltas`. A delta that is not taken, since it was refused, counts as an error: it is looked for less often."""
+        self._error_count = min(self._error_count + 1, _MOST_ERRORS)
+        delta = self._open_next(self._url, self.cache, None, digest)
+        if delta is None:
+            self._error_count = 0
+        else:
             yield Step(delta, delta.location, delta.digest)
+
+    def fetch(self, step: Step, bundle: Bundle) -> None:
+        """See `WatchedDeltas`."""
+        assert isinstance(step.source, Delta)
+        size, most = (sum(file.size for file in listed.listed) for listed in (step.source, bundle))
+        if size > most + _MORE_BYTES:
+            message = f"expected a delta of at most the {format_bytes(most)} of its bundle, found {format_bytes(size)}"
+            raise RemoteError(f"{step.name}: {message}: load the bundle that it makes")
+        step.source.check_digests(step.source.files)
+        self._error_count = 0
 
 
 def _manifest_state(path: Path) -> object:

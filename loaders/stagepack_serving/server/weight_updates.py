@@ -141,9 +141,12 @@ class WeightUpdates:
             await asyncio.shield(self._shorten_chain(model))
 
     def _next_step(self, model: ServedModel, watched: WatchedDeltas) -> Step | None:
-        """The first delta on what a model runs that was not taken yet."""
-        steps = watched.steps(model.name, model.bundle)
-        return next((step for step in steps if self._seen.get((model.name, step.name)) != step.state), None)
+        """The first delta on what a model runs that was not taken yet, when its files are here."""
+        for step in watched.steps(model.name, model.bundle.digest):
+            if self._seen.get((model.name, step.name)) != step.state:
+                watched.fetch(step, model.bundle)
+                return step
+        return None
 
     def _log_error(self, watched: WatchedDeltas, error: StagepackError) -> None:
         message = f"{watched.location}: {error}"
@@ -161,6 +164,7 @@ class WeightUpdates:
                     await run_in_thread(partial(model.pipeline.update, stored, version=model.pipeline.version))
                     del stored
                 except StagepackError as error:
+                    self._chains.postpone(model.bundle.stored)
                     _LOGGER.warning("%s: the chain of its deltas is not written as a bundle: %s", model.name, error)
 
     async def _free_disk(self) -> None:
