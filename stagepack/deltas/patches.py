@@ -1,7 +1,6 @@
 """A bundle and a chain of deltas -> the files of the last result, composed in memory; nothing is written."""
 
 import copy
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -71,11 +70,6 @@ class ComposedFiles:
     def location(self) -> str:
         """The locations of the deltas."""
         return ", ".join(delta.location for delta in self.deltas)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The folders of the deltas."""
-        return tuple(os.path.abspath(delta.path) for delta in self.deltas)
 
     @property
     def open_deltas(self) -> Mapping[str, Delta]:

@@ -93,10 +93,6 @@ class FilePatches(Protocol):
         """The digest of the bundle in the folder."""
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """The folders that a process on this machine makes the same files from."""
-
-    @property
     def open_deltas(self) -> Mapping[str, Any]:
         """What changes the files, as it was opened, in order, by digest."""
 

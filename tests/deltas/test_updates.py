@@ -13,8 +13,10 @@ import stagepack
 from stagepack.deltas.patches import MOST_DELTAS
 from stagepack.errors import DigestError, FormatError, UpdateError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.membership import GroupOptions, places_of_deltas
 from tests.deltas.conftest import Versions, net, replace_some
 from tests.distributed.bundles import has_restarts, in_processes, process_ids
+from tests.remote.http_server import HttpServer
 from tests.waiting import wait_until
 
 X = torch.linspace(-1, 1, 128).reshape(2, 64).bfloat16()
@@ -221,3 +223,18 @@ def test_a_chain_that_comes_back_to_its_begin_has_one_rule(versions: Versions, t
     pipeline.update(versions.a_to_b)
     pipeline.update(back)
     assert torch.equal(pipeline(X), answer(versions.a))
+
+
+@pytest.mark.process
+def test_processes_take_a_delta_at_a_url(versions: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "cache"))
+    with HttpServer(versions.folder) as server, in_processes(Bundle(versions.a), max_restarts=1) as pipeline:
+        pipeline.update(f"{server.url}/b.delta")
+        assert torch.equal(pipeline(X), answer(versions.b))
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(partial(has_restarts, pipeline, 1))
+        assert torch.equal(pipeline(X), answer(versions.b))
+        # Processes on other machines fetch it themselves.
+        places = [places_of_deltas(pipeline.bundle, GroupOptions(is_local=is_local)) for is_local in (True, False)]
+        assert Path(places[0][0]).parent == tmp_path / "cache" / "bundles"
+        assert places[1] == (f"{server.url}/b.delta",)

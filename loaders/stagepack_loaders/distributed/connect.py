@@ -33,11 +33,12 @@ from stagepack_loaders.distributed.launch_failures import (
 from stagepack_loaders.distributed.meeting import Seat, chosen_address, launched_seat
 from stagepack_loaders.distributed.membership import (
     GroupOptions,
+    VersionPlace,
     absolute_bundle,
     group_options,
     join_group,
-    location_of_version,
     place_group,
+    place_of_version,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import host_name
@@ -254,9 +255,9 @@ class _TorchrunLauncher:
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
         return FrontProcess(self._bundle, membership, report_loss=report_and_tell)
 
-    def find_version(self, bundle: Bundle) -> str:
+    def find_version(self, bundle: Bundle) -> VersionPlace:
         """See `GroupLauncher`."""
-        return location_of_version(bundle, self._options)
+        return place_of_version(bundle, self._options)
 
     def use_version(self, bundle: Bundle) -> None:
         """See `GroupLauncher`. The launcher of the processes starts them with the bundle of their command."""

@@ -7,6 +7,7 @@ from stagepack.errors import StageLostError
 from stagepack.format.reader import Bundle
 from stagepack.partition.placement import Placement
 from stagepack_loaders.distributed.front import FrontProcess
+from stagepack_loaders.distributed.membership import VersionPlace
 
 
 class GroupLauncher(Protocol):
@@ -27,8 +28,8 @@ class GroupLauncher(Protocol):
             StagepackError: the processes could not be started, or could not load their stages.
         """
 
-    def find_version(self, bundle: Bundle) -> str:
-        """Return where the processes find the bundle of a version: a folder or a URL."""
+    def find_version(self, bundle: Bundle) -> VersionPlace:
+        """Return where the processes find the bundle of a version."""
 
     def use_version(self, bundle: Bundle) -> None:
         """Start processes with another version from now on.

@@ -16,6 +16,7 @@ from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.adapter_changes import listed_adapters
 from stagepack_loaders.distributed.front import FrontProcess
+from stagepack_loaders.distributed.membership import VersionPlace
 from stagepack_loaders.distributed.staging import VersionDescription
 from stagepack_loaders.distributed.status import VersionStaged, attribute_error, rebuild_error
 from stagepack_loaders.update_report import UpdateReport
@@ -53,22 +54,22 @@ class GroupVersions:
         running: StageVersion,
         bundle: Bundle,
         name: str,
-        location: str,
+        place: VersionPlace,
         report: UpdateReport,
     ) -> StageVersion:
         """Have all processes load a version with other weights beside the one that runs.
 
         bundle: its bundle, in the stages that run.
-        location: where the processes find it.
+        place: where the processes find it.
         """
         description = VersionDescription(
             number=0,
             base=running.number,
             name=name,
-            location=location,
+            location=place.bundle,
             digest=bundle.stored_digest,
             result=bundle.digest,
-            deltas=() if bundle.patches is None else bundle.patches.paths,
+            deltas=place.deltas,
             delta_digests=() if bundle.patches is None else tuple(bundle.patches.open_deltas),
         )
         return self._stage(front, running, description, bundle, report)

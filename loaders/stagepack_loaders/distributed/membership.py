@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import Struct, structs
@@ -19,6 +19,7 @@ from stagepack.adapter.folders import adapter_folders
 from stagepack.errors import OptionError, StagepackError, named_errors
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.listed_files import ListedFiles
 from stagepack.format.reader import Bundle
 from stagepack.partition.target_devices import TargetDevice
 from stagepack.terminal import byte_progress
@@ -120,10 +121,17 @@ def absolute_bundle(bundle: Bundle) -> Bundle:
     return absolute
 
 
-def location_of_version(bundle: Bundle, options: GroupOptions) -> str:
-    """Return where the processes of a group find another version of its bundle: a folder, or the URL of a remote one.
+class VersionPlace(NamedTuple):
+    """Where the processes of a group find a version of its bundle, and the deltas that make it: folders, or URLs of what is remote."""
 
-    Processes on this machine open the folder of a remote bundle too, which must have all their files.
+    bundle: str
+    deltas: tuple[str, ...]
+
+
+def place_of_version(bundle: Bundle, options: GroupOptions) -> VersionPlace:
+    """Return where the processes of a group find another version of its bundle.
+
+    Processes on this machine open the folder of a remote bundle or delta too, which must have all their files.
     """
     if options.is_local:
         runtimes = runtime_of_each_stage(options.load.runtime, bundle)
@@ -132,9 +140,18 @@ def location_of_version(bundle: Bundle, options: GroupOptions) -> str:
             for stage_number, stage_runtime in enumerate(runtimes)
             for file_name in stage_runtime.stage_files(bundle, stage_number)
         )
-    bundle = absolute_bundle(bundle)
-    url = None if options.is_local or bundle.source is None else bundle.source.url
-    return f"{bundle.path if url is None else url}{bundle.fragment}"
+    return VersionPlace(f"{_place(bundle, options)}{bundle.fragment}", places_of_deltas(bundle, options))
+
+
+def places_of_deltas(bundle: Bundle, options: GroupOptions) -> tuple[str, ...]:
+    """Return where the processes of a group find the deltas that make a bundle."""
+    deltas = () if bundle.patches is None else bundle.patches.open_deltas.values()
+    return tuple(_place(delta, options) for delta in deltas)
+
+
+def _place(listed: ListedFiles, options: GroupOptions) -> str:
+    url = None if options.is_local or listed.source is None else listed.source.url
+    return os.path.abspath(listed.path) if url is None else url
 
 
 def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) -> GroupOptions:

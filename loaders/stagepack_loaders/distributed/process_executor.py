@@ -185,8 +185,8 @@ class ProcessExecutor(JointStages, Executor):
             if kept is not None and kept.identity == version_identity(bundle, name):
                 return kept
             with report.part("fetch"):
-                location = self._launcher.find_version(bundle)
-            return self._versions.stage_weights(front, running, bundle, name, location, report)
+                place = self._launcher.find_version(bundle)
+            return self._versions.stage_weights(front, running, bundle, name, place, report)
         finally:
             self._end_versions()
 

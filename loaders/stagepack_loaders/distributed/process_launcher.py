@@ -20,10 +20,12 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import Seat, find_lost_connection, find_start_error
 from stagepack_loaders.distributed.membership import (
     GroupOptions,
+    VersionPlace,
     absolute_bundle,
     join_group,
-    location_of_version,
     place_group,
+    place_of_version,
+    places_of_deltas,
     with_adapters_of,
 )
 from stagepack_loaders.distributed.process_group import host_name, open_store
@@ -77,9 +79,9 @@ class ProcessLauncher(ABC, Generic[Handle]):
             self._bundle, membership, find_end=lambda rank: self._find_end(processes[rank]), report_loss=report_loss
         )
 
-    def find_version(self, bundle: Bundle) -> str:
+    def find_version(self, bundle: Bundle) -> VersionPlace:
         """See `GroupLauncher`."""
-        return location_of_version(bundle, self._options)
+        return place_of_version(bundle, self._options)
 
     def use_version(self, bundle: Bundle) -> None:
         """See `GroupLauncher`."""
@@ -126,7 +128,8 @@ class ProcessLauncher(ABC, Generic[Handle]):
             host=store.host,
             port=store.port,
             options=self._options,
-            deltas=() if self._bundle.patches is None else self._bundle.patches.paths,
+            deltas=places_of_deltas(self._bundle, self._options),
+            delta_digests=() if self._bundle.patches is None else tuple(self._bundle.patches.open_deltas),
         )
 
     def _check(self) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
-from stagepack.opening import open_bundle
+from stagepack.opening import open_bundle, open_delta
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.distributed.group_trace import report_spans
 from stagepack_loaders.distributed.launch_failures import LaunchFailures
@@ -62,7 +62,8 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
 
     Attributes:
         bundle: the folder of the bundle, or its URL with its `digest`.
-        deltas: the folders of the deltas that make the bundle that is loaded of it.
+        deltas: the folders, or URLs, of the deltas that make the bundle that is loaded of it.
+        delta_digests: the digests of these deltas.
         host: the address of the store of the group, which has the `port`.
         parent: the process that has started it on this machine, with which it ends; 0 if there is none.
     """
@@ -75,6 +76,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
     options: GroupOptions
     digest: str | None = None
     deltas: tuple[str, ...] = ()
+    delta_digests: tuple[str, ...] = ()
     parent: int = 0
 
 
@@ -100,7 +102,9 @@ def run_process(description: ProcessDescription) -> None:
     try:
         for module_name in description.options.processes.imports:
             importlib.import_module(module_name)
-        bundle = open_bundle(description.bundle, digest=description.digest, deltas=description.deltas)
+        digests = zip(description.deltas, description.delta_digests, strict=True)
+        deltas = [open_delta(place, digest=digest) for place, digest in digests]
+        bundle = open_bundle(description.bundle, digest=description.digest, deltas=deltas)
         if stage_counts := description.options.stage_counts:
             bundle = join_bundle(bundle, stage_counts)
         bundle = with_adapters(bundle, description.options.load.adapters)

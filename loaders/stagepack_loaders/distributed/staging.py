@@ -30,7 +30,7 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         location: the folder of its bundle, or its URL.
         digest: the digest of the bundle there.
         result: the digest of the bundle of the version.
-        deltas: the folders of the deltas that make the bundle of it.
+        deltas: the folders, or URLs, of the deltas that make the bundle of it.
         delta_digests: the digests of these deltas.
         adapters: of a version with the weights of its base: its adapters. None for one with other weights.
     """
