@@ -17,23 +17,28 @@ from typing import Any
 Call = Callable[[], object]
 
 
-def seconds_of(call: Call, wait: Call = lambda: None) -> float:
+def seconds_of(call: Call, wait: Call = lambda: None, clock: Callable[[], float] = time.perf_counter) -> float:
     """Time a call; `wait` returns when the device has finished."""
     wait()
-    start_time = time.perf_counter()
+    start_time = clock()
     call()
     wait()
-    return time.perf_counter() - start_time
+    return clock() - start_time
 
 
 def seconds_in_turns(
-    sides: Mapping[str, Call], rounds: int, *, warm_rounds: int = 0, wait: Call = lambda: None
+    sides: Mapping[str, Call],
+    rounds: int,
+    *,
+    warm_rounds: int = 0,
+    wait: Call = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time the sides one after the other in each round; the first `warm_rounds` do not count."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(warm_rounds + rounds):
         for side, call in sides.items():
-            seconds[side].append(seconds_of(call, wait))
+            seconds[side].append(seconds_of(call, wait, clock))
     return {side: side_seconds[warm_rounds:] for side, side_seconds in seconds.items()}
 
 

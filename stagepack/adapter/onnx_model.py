@@ -15,6 +15,7 @@ from stagepack.adapter.onnx_nodes import (
     NODE_OUTPUT,
     AddedNodes,
     StackedTensor,
+    encoded,
     rows_input,
 )
 from stagepack.adapter.rewrite import Pair, computing_dtype
@@ -109,7 +110,12 @@ def adapt_model(content: bytes, graph: Graph, changes: ModelChanges, rows_name: 
 
 
 def _texts(message: Sequence[Field], number: int) -> list[str]:
-    return [str(content, "utf-8") for content in _messages(message, number)]
+    # Names that are no text are compared, and written as they are.
+    return [str(content, "utf-8", "surrogateescape") for content in _messages(message, number)]
+
+
+def _text(message: Sequence[Field], number: int) -> str:
+    return next(iter(_texts(message, number)), "")
 
 
 def _messages(message: Sequence[Field], number: int) -> list[bytes]:
@@ -121,10 +127,10 @@ def _use_of_node(nodes: Sequence[Sequence[Field]], graph: Graph, uses: Sequence[
     weight_of_value = {use.weight.names[0]: use.weight.names[0] for use in uses}
     users: defaultdict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
-        inputs, [operator] = _texts(node, NODE_INPUT), _texts(node, NODE_OPERATOR)
+        inputs, operator = _texts(node, NODE_INPUT), _text(node, NODE_OPERATOR)
         for name in dict.fromkeys(name for name in inputs if name in weight_of_value):
             if operator in _SAME:
-                weight_of_value[_texts(node, NODE_OUTPUT)[0]] = weight_of_value[name]
+                weight_of_value[_text(node, NODE_OUTPUT)] = weight_of_value[name]
             else:
                 users[weight_of_value[name]].append(number)
     found = {}
@@ -138,7 +144,9 @@ def _use_of_node(nodes: Sequence[Sequence[Field]], graph: Graph, uses: Sequence[
 
 
 def _fits(node: Sequence[Field], use: Use, weight_of_value: Mapping[str, str]) -> bool:
-    [operator], inputs = _texts(node, NODE_OPERATOR), _texts(node, NODE_INPUT)
+    operator, inputs, outputs = _text(node, NODE_OPERATOR), _texts(node, NODE_INPUT), _texts(node, NODE_OUTPUT)
+    if len(inputs) < 2 or len(outputs) != 1:
+        return False
     if use.kind == "embedding":
         return operator == "Gather" and inputs[0] == use.weight.names[0]
     return operator in _PRODUCTS and weight_of_value.get(inputs[1]) == use.weight.names[0]
@@ -164,10 +172,10 @@ def _choose_whole(added: AddedNodes, weight: Weight, count: int, changes: ModelC
 
 def _renamed(tensor: bytes, new_names: Mapping[str, str]) -> bytes:
     fields = decode_fields(tensor)
-    [name] = _texts(fields, _TENSOR_NAME)
+    name = _text(fields, _TENSOR_NAME)
     if name not in new_names:
         return tensor
-    new_name = Field(_TENSOR_NAME, new_names[name].encode())
+    new_name = Field(_TENSOR_NAME, encoded(new_names[name]))
     return encode_fields(new_name if part.number == _TENSOR_NAME else part for part in fields)
 
 
@@ -187,9 +195,9 @@ class _Changing:
 
     def apply(self, node: Sequence[Field], use: Use) -> None:
         """Append a node, and what its change adds; the sum has the name of the result of the node."""
-        added, [result], x = self._added, _texts(node, NODE_OUTPUT), _texts(node, NODE_INPUT)[0]
+        added, result, x = self._added, _text(node, NODE_OUTPUT), _text(node, NODE_INPUT)
         base = added.new_name()
-        added.nodes.append([Field(NODE_OUTPUT, base.encode()) if part.number == NODE_OUTPUT else part for part in node])
+        added.nodes.append([Field(NODE_OUTPUT, encoded(base)) if part.number == NODE_OUTPUT else part for part in node])
         dtype = computing_dtype(use.weight.dtype)
         is_narrow = dtype != use.weight.dtype
         module, pair, (size_in, size_out) = use.change.module, self._changes.pairs[use.change.module], use.sizes

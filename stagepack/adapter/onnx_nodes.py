@@ -37,11 +37,16 @@ class StackedTensor:
     start: int
 
 
+def encoded(name: str) -> bytes:
+    """Return a name as bytes; those that are no text are as they were read."""
+    return name.encode("utf-8", "surrogateescape")
+
+
 def rows_input(name: str) -> bytes:
     """Return an input of a model, int64 [rows]."""
     dimension = encode_fields([Field(2, b"adapter rows")])
     tensor_type = encode_fields([Field(1, ELEMENT_TYPES["int64"]), Field(2, encode_fields([Field(1, dimension)]))])
-    return encode_fields([Field(1, name.encode()), Field(2, encode_fields([Field(1, tensor_type)]))])
+    return encode_fields([Field(1, encoded(name)), Field(2, encode_fields([Field(1, tensor_type)]))])
 
 
 class AddedNodes:
@@ -100,7 +105,7 @@ class AddedNodes:
         if values not in self._known:
             name = self._known[values] = self.new_name()
             content = b"".join(value.to_bytes(8, "little", signed=True) for value in values)
-            fields = [Field(1, len(values)), Field(2, ELEMENT_TYPES["int64"]), Field(8, name.encode())]
+            fields = [Field(1, len(values)), Field(2, ELEMENT_TYPES["int64"]), Field(8, encoded(name))]
             self.initializers.append(encode_fields([*fields, Field(9, content)]))
         return self._known[values]
 
@@ -113,10 +118,10 @@ class AddedNodes:
             self.byte_count = start + length
             entries = {"location": self._file_name, "offset": str(start), "length": str(length)}
             places = [
-                Field(13, encode_fields([Field(1, key.encode()), Field(2, text.encode())]))
+                Field(13, encode_fields([Field(1, encoded(key)), Field(2, encoded(text))]))
                 for key, text in entries.items()
             ]
-            fields = [*(Field(1, size) for size in shape), Field(2, ELEMENT_TYPES[dtype]), Field(8, name.encode())]
+            fields = [*(Field(1, size) for size in shape), Field(2, ELEMENT_TYPES[dtype]), Field(8, encoded(name))]
             self.initializers.append(encode_fields([*fields, *places, Field(14, 1)]))
         return self._known[target, role]
 
@@ -132,15 +137,15 @@ class AddedNodes:
     def _branch(self, operator: str, inputs: Sequence[str]) -> bytes:
         name = self.new_name() + operator
         node = encode_fields(_node(operator, inputs, {}, name))
-        result = encode_fields([Field(1, name.encode())])
-        return encode_fields([Field(1, node), Field(2, name.encode()), Field(12, result)])
+        result = encode_fields([Field(1, encoded(name))])
+        return encode_fields([Field(1, node), Field(2, encoded(name)), Field(12, result)])
 
 
 def _node(operator: str, inputs: Sequence[str], attributes: Mapping[str, int | bytes], output: str) -> list[Field]:
     return [
-        *(Field(NODE_INPUT, name.encode()) for name in inputs),
-        Field(NODE_OUTPUT, output.encode()),
-        Field(NODE_OPERATOR, operator.encode()),
+        *(Field(NODE_INPUT, encoded(name)) for name in inputs),
+        Field(NODE_OUTPUT, encoded(output)),
+        Field(NODE_OPERATOR, encoded(operator)),
         *(Field(_NODE_ATTRIBUTE, _attribute(name, value)) for name, value in attributes.items()),
     ]
 
@@ -149,5 +154,5 @@ def _attribute(name: str, value: int | bytes) -> bytes:
     is_integer = isinstance(value, int)
     content = Field(3, value) if is_integer else Field(6, value)
     return encode_fields(
-        [Field(1, name.encode()), content, Field(20, _INTEGER_ATTRIBUTE if is_integer else _GRAPH_ATTRIBUTE)]
+        [Field(1, encoded(name)), content, Field(20, _INTEGER_ATTRIBUTE if is_integer else _GRAPH_ATTRIBUTE)]
     )

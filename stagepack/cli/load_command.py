@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import click
 from msgspec import structs
 
+from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.cli.command import flag, flag_of, flags_of, only_with, option_object, subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, counted_progress, finite, print_json, print_line, print_table, progress
@@ -170,6 +171,8 @@ def command(options: _Options) -> None:
         bundle, load_options = placed.bundle, placed.options
         if placed.chosen is not None or len(bundle.stages) < len(stored_bundle.stages):
             facts["placement"] = str(placed.chosen or current_placement(bundle, load_options.devices))
+    else:
+        bundle = with_adapters(bundle, load_options.adapters)
     with contextlib.ExitStack() as display:
         count_bytes = display.enter_context(counted_progress("loading stages"))
         stage_facts, stages = _load_stages(bundle, options, load_options, timer, count_bytes)
@@ -196,8 +199,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         (options.inputs_file and len(options.adapters) > 1, "--inputs runs with one adapter: pass one --adapter"),
         (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
         (
-            is_one_stage and (options.placement.is_given or options.adapters),
-            "--stage loads one stage: leave out --memory, --speed, --profile, --link, --placement and --adapter",
+            is_one_stage and options.placement.is_given,
+            "--stage loads one stage: leave out --memory, --speed, --profile, --link and --placement",
         ),
         (is_one_stage and options.trace_file, "--trace runs the whole pipeline: leave out --stage"),
         (options.compile_mode and options.compiled_folder, "--compile and --compiled cannot be used together"),
