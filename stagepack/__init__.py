@@ -14,18 +14,20 @@ if TYPE_CHECKING:
     __version__: str
     from stagepack import distributed as distributed
     from stagepack import ray as ray
-    from stagepack.adapter.write import write_adapter as write_adapter
+    from stagepack.adapter.opened import OpenAdapter as Adapter
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.cli.report_page import write_report as report
     from stagepack.deltas.delta import Delta as Delta
     from stagepack.format.reader import Bundle as Bundle
+    from stagepack.opening import open_adapter as open_adapter
     from stagepack.opening import open_bundle as open
     from stagepack.opening import open_delta as open_delta
     from stagepack.opening import verify_bundle as verify
     from stagepack.partition.cut_options import PolicyNode as PolicyNode
     from stagepack.partition.cut_options import read_plan as read_plan
     from stagepack.partition.profile import read_profile as read_profile
+    from stagepack.roads.adapter import write_adapter as write_adapter
     from stagepack.roads.apply_deltas import apply_deltas as apply_deltas
     from stagepack.roads.assets import add_assets as add_assets
     from stagepack.roads.assets import remove_assets as remove_assets
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it, and its name there. Extensions define the other names of `__all__`.
 _HOMES = {
+    "Adapter": ("stagepack.adapter.opened", "OpenAdapter"),
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Delta": ("stagepack.deltas.delta", "Delta"),
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
@@ -66,6 +69,7 @@ _HOMES = {
     "load_stage": ("stagepack_loaders.load_stage", "load_stage"),
     "merge_adapter": ("stagepack.roads.merge", "merge_adapter"),
     "open": ("stagepack.opening", "open_bundle"),
+    "open_adapter": ("stagepack.opening", "open_adapter"),
     "open_delta": ("stagepack.opening", "open_delta"),
     "plan": ("stagepack.roads.plan", "plan_model"),
     "read_plan": ("stagepack.partition.cut_options", "read_plan"),
@@ -78,7 +82,7 @@ _HOMES = {
     "sign": ("stagepack.signing.sign", "sign_bundle"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
     "verify": ("stagepack.opening", "verify_bundle"),
-    "write_adapter": ("stagepack.adapter.write", "write_adapter"),
+    "write_adapter": ("stagepack.roads.adapter", "write_adapter"),
     "write_checkpoint_delta": ("stagepack.roads.checkpoint_delta", "write_checkpoint_delta"),
 }
 
@@ -86,6 +90,7 @@ _HOMES = {
 _MODULES = ("distributed", "ray")
 
 __all__ = [
+    "Adapter",
     "Bundle",
     "Delta",
     "Inputs",
@@ -106,6 +111,7 @@ __all__ = [
     "load_stage",
     "merge_adapter",
     "open",
+    "open_adapter",
     "open_delta",
     "plan",
     "read_plan",

@@ -1,4 +1,4 @@
-"""Open a bundle in a folder or at a URL."""
+"""Open bundles, deltas and adapters in folders or at URLs."""
 
 import contextlib
 import functools
@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
-from stagepack.deltas.delta import Delta, open_listed
+from stagepack.adapter.opened import OpenAdapter
+from stagepack.deltas.delta import Delta
+from stagepack.documents import Listed, of_kind, open_listed
 from stagepack.errors import NotABundleError, OptionError, named_errors
 from stagepack.extras import explain_missing_packages
 from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.listed_files import ListedFiles
+from stagepack.format.manifest_codec import kind_noun
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, rule_error
 from stagepack.remote.url import BundleUrl, is_url, split_entry_point
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 # The folder of a delta, or an opened one.
 DeltaSource: TypeAlias = str | os.PathLike[str] | Delta
+
+# The folder of an adapter, its URL, or an opened one.
+AdapterSource: TypeAlias = str | os.PathLike[str] | OpenAdapter
 
 # The folder of a bundle, its URL, or an opened bundle.
 BundleSource = str | os.PathLike[str] | Bundle
@@ -110,14 +116,9 @@ def open_bundle(
     if not isinstance(source, str | os.PathLike):
         raise OptionError(f"expected the path or the URL of a bundle, found {type(source).__name__}")
     location, name = split_entry_point(source)
-    bundle = _open_location(location, digest, storage_options)
-    if not isinstance(bundle, Bundle):
-        raise NotABundleError(
-            f"{bundle.location}: expected a bundle, found a delta: apply it to its base (stagepack apply), or load the base with it "
-            "(deltas=, --delta)"
-        )
+    bundle = of_kind(_open_location(location, digest, storage_options), Bundle)
     if require_signature is not None:
-        _verify_signature(bundle, require_signature)
+        check_signature(bundle, require_signature)
     return with_deltas(bundle if name is None else bundle.select(name), deltas, require_signature)
 
 
@@ -142,7 +143,7 @@ def verify_signatures(deltas: Sequence[Delta], require_signature: TrustedSigners
     """Refuse deltas of which one has no signature of a trusted signer; None trusts all."""
     if require_signature is not None:
         for delta in deltas:
-            _verify_signature(delta, require_signature)
+            check_signature(delta, require_signature)
 
 
 def open_delta(
@@ -166,15 +167,41 @@ def open_delta(
         >>> delta = stagepack.open_delta("step-12.delta")
         >>> delta.version, delta.changed_tensors("stage-0.safetensors")
     """
-    opened = source if isinstance(source, Delta) else _open_location(source, digest, storage_options)
-    if not isinstance(opened, Delta):
-        raise NotABundleError(f"{opened.location}: expected a delta, found a bundle: make one of it (stagepack delta)")
-    return opened
+    opened = source if isinstance(source, Delta) else _open_location(source, digest, storage_options, Delta)
+    return of_kind(opened, Delta)
+
+
+def open_adapter(
+    source: AdapterSource, *, digest: str | None = None, storage_options: Mapping[str, Any] | None = None
+) -> OpenAdapter:
+    """Open an adapter in a folder or at a URL. Only its document is read; needs no torch.
+
+    Args:
+        source: the folder that `write_adapter` wrote, its URL (see `stagepack.open`), or an opened adapter.
+        digest: the digest that the adapter must have.
+        storage_options: see `stagepack.open`.
+
+    Returns:
+        The opened adapter.
+
+    Raises:
+        NotABundleError: there is no adapter.
+        RemoteError, VersionError, DigestError, FormatError, OptionError, WriteError: see `stagepack.open`.
+
+    Examples:
+        >>> adapter = stagepack.open_adapter("pirate")
+        >>> adapter.base, sorted(adapter.changes)
+    """
+    opened = source if isinstance(source, OpenAdapter) else _open_location(source, digest, storage_options, OpenAdapter)
+    return of_kind(opened, OpenAdapter)
 
 
 def _open_location(
-    source: str | os.PathLike[str], digest: str | None, storage_options: Mapping[str, Any] | None
-) -> Bundle | Delta:
+    source: str | os.PathLike[str],
+    digest: str | None,
+    storage_options: Mapping[str, Any] | None,
+    expected: type[Listed] = Bundle,
+) -> Listed:
     if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
         raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest[:80]!r}")
     if isinstance(source, str) and is_url(source):
@@ -188,7 +215,7 @@ def _open_location(
         raise OptionError(f"storage_options: only a URL has them, found the path {os.fspath(source)!r}")
     else:
         try:
-            bundle = open_listed(source)
+            bundle = open_listed(source, expected=expected)
         except NotABundleError:
             # A repository in the cache of the Hugging Face Hub has a bundle in each of its snapshots.
             if not (manifest_paths := sorted(Path(source).glob(f"snapshots/*/{MANIFEST_NAME}"))):
@@ -199,7 +226,8 @@ def _open_location(
                 f"in it: {folders} [M1]"
             ) from None
     if digest not in (None, bundle.digest):
-        message = f"expected the bundle of the digest {digest}, found {bundle.digest}: correct the digest or the path"
+        noun = kind_noun(bundle.document_format)
+        message = f"expected the {noun} of the digest {digest}, found {bundle.digest}: correct the digest or the path"
         raise rule_error("D3", str(bundle.path / MANIFEST_NAME), message)
     return bundle
 
@@ -223,13 +251,13 @@ def opened(
     if not isinstance(bundle, Bundle):
         return open_bundle(bundle, require_signature=require_signature, deltas=deltas)
     if require_signature is not None:
-        _verify_signature(bundle, require_signature)
+        check_signature(bundle, require_signature)
     return with_deltas(bundle, deltas, require_signature)
 
 
-def opened_listed(source: BundleSource | Delta, *, digest: str | None = None) -> Bundle | Delta:
-    """Return a bundle, at an entry point or not, or a delta; it may be opened already."""
-    if isinstance(source, Bundle | Delta):
+def opened_listed(source: BundleSource | Listed, *, digest: str | None = None) -> Listed:
+    """Return a bundle, at an entry point or not, a delta or an adapter; it may be opened already."""
+    if isinstance(source, ListedFiles):
         return source
     location, name = split_entry_point(source)
     listed = _open_location(location, digest, None)
@@ -250,7 +278,7 @@ def opened_folder(bundle: BundleSource, content: str) -> Bundle:
 
 @errors_name_bundle
 def verify_bundle(
-    bundle: BundleSource | Delta,
+    bundle: BundleSource | Listed,
     *,
     require_signature: TrustedSigners | None = None,
     strict: bool = False,
@@ -259,8 +287,8 @@ def verify_bundle(
     """Check the digest of every file and every rule of the format, and the signature if it is required. Reads the whole bundle.
 
     Args:
-        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle; or a delta, of which everything is checked
-            that needs no base.
+        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle; or a delta or an adapter, of which
+            everything is checked that needs no base.
         require_signature: see `stagepack.open`.
         strict: refuse files that the manifest does not list; otherwise they are left alone, as nothing reads them.
         progress: called by several threads with the number of bytes that were compared with their digests.
@@ -278,12 +306,13 @@ def verify_bundle(
         >>> stagepack.verify("m.stagepack", require_signature="signer.pub")
     """
     opened_bundle = opened_listed(bundle)
-    signature = None if require_signature is None else _verify_signature(opened_bundle, require_signature)
+    signature = None if require_signature is None else check_signature(opened_bundle, require_signature)
     opened_bundle.verify(progress, strict=strict)
     return signature
 
 
-def _verify_signature(bundle: ListedFiles, require_signature: TrustedSigners) -> "VerifiedSignature":
+def check_signature(bundle: ListedFiles, require_signature: TrustedSigners) -> "VerifiedSignature":
+    """Verify that a trusted signer has signed what was opened."""
     if bundle.patches is not None:
         raise OptionError(
             f"{bundle.location}: require_signature: give the base and its deltas in one call, which verifies each of them: deltas=[...]"

@@ -39,7 +39,7 @@ def _described(schema: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     """Write the files, or tell which ones differ."""
     wanted = {
-        "adapter.schema.json": schema_of(AdapterDocument, "adapter.json of an adapter"),
+        "adapter.schema.json": schema_of(AdapterDocument, "manifest.json of a stagepack adapter"),
         "manifest.schema.json": schema_of(Manifest, "manifest.json of a stagepack bundle"),
         "delta.schema.json": schema_of(DeltaDocument, "manifest.json of a stagepack delta"),
         "graph.schema.json": schema_of(FoldedGraph, "A stage's graph, as the JSON that stands for its msgpack"),

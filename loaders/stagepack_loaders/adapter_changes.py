@@ -1,20 +1,15 @@
 """How the adapters of a running pipeline change: it takes one more, or lets one go."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from msgspec import Struct
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
-from stagepack.adapter.folders import adapter_folders, check_adapter_name
-from stagepack.errors import AdapterError, OptionError
+from stagepack.adapter.opened import OpenAdapter
+from stagepack.errors import AdapterError
 from stagepack.format.reader import Bundle
-from stagepack.format.rules import rule_error
-
-if TYPE_CHECKING:
-    from stagepack.adapter.opened import OpenAdapter
+from stagepack.named_adapters import NamedAdapter, check_adapter_name, named_adapters, open_for_bundle
+from stagepack.opening import AdapterSource, TrustedSigners, check_signature
+from stagepack_loaders.options import adapter_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +23,7 @@ class AdapterChange:
     """
 
     name: str
-    adapter: "OpenAdapter | None" = None
+    adapter: OpenAdapter | None = None
     replaces: bool = False
 
     def apply(self, running: Bundle) -> AdaptedBundle:
@@ -53,50 +48,38 @@ class AdapterChange:
         return running.with_others(adapters | {self.name: self.adapter})
 
 
-def new_adapter(adapter: str | os.PathLike[str], name: str | None, *, replaces: bool) -> AdapterChange:
-    """Open an adapter that a caller names as ``FOLDER`` or ``NAME=FOLDER``, or with a name beside it."""
-    if not isinstance(adapter, str | os.PathLike):
-        raise OptionError(f"adapter: expected the folder of an adapter, found {type(adapter).__name__}")
-    if name is None:
-        [(name, folder)] = adapter_folders([os.fspath(adapter)]).items()
-        return AdapterChange(name=name, adapter=_open(folder), replaces=replaces)
-    check_adapter_name(name)
-    return AdapterChange(name=name, adapter=_open(adapter), replaces=replaces)
+def new_adapter(
+    running: Bundle,
+    adapter: AdapterSource,
+    name: str | None,
+    *,
+    replaces: bool,
+    require_signature: TrustedSigners | None = None,
+) -> AdapterChange:
+    """Open an adapter for the bundle that runs, which a caller names as ``FOLDER`` or ``NAME=FOLDER``, or with a name beside it.
+
+    require_signature: who must have signed it; None for no check.
+    """
+    named = NamedAdapter.parse(adapter_text(adapter))
+    if name is not None:
+        check_adapter_name(name)
+        named = named._replace(name=name)
+    opened = open_for_bundle(named, running)
+    if require_signature is not None:
+        check_signature(opened, require_signature)
+    return AdapterChange(name=named.name, adapter=opened, replaces=replaces)
 
 
-def _open(folder: str | os.PathLike[str]) -> "OpenAdapter":
-    from stagepack.adapter.opened import open_adapter  # noqa: PLC0415 - 9 ms, which pipelines without adapters do not need
+def with_listed_adapters(running: Bundle, listed: Iterable[str]) -> AdaptedBundle:
+    """Return the bundle that runs with other adapters; those that it has already are not opened again.
 
-    return open_adapter(folder)
-
-
-class ListedAdapter(Struct, frozen=True, kw_only=True):
-    """An adapter of a version, as processes are told of it: its name, its folder, and the digest of its document."""
-
-    name: str
-    folder: str
-    digest: str
-
-
-def listed_adapters(bundle: AdaptedBundle) -> tuple[ListedAdapter, ...]:
-    """Return the adapters of a bundle in the order of their numbers."""
-    return tuple(
-        ListedAdapter(name=name, folder=str(adapter.path.absolute()), digest=adapter.document.sha256)
-        for name, adapter in bundle.adapters.items()
-    )
-
-
-def with_listed_adapters(running: Bundle, listed: Sequence[ListedAdapter]) -> AdaptedBundle:
-    """Return the bundle that runs with other adapters; those that it has already are not opened again."""
+    listed: see `stagepack.named_adapters.adapter_texts`.
+    """
     assert isinstance(running, AdaptedBundle)  # as in the process that lists them
     adapters = {}
-    for entry in listed:
-        adapter = running.adapters.get(entry.name)
-        if adapter is None or adapter.document.sha256 != entry.digest:
-            adapter = _open(entry.folder)
-            if adapter.document.sha256 != entry.digest:
-                found = f"expected the adapter {entry.digest}, found {adapter.document.sha256}"
-                raise rule_error("D3", str(adapter.path), found)
-            adapter.check_base(running)
-        adapters[entry.name] = adapter
+    for named in named_adapters(listed):
+        adapter = running.adapters.get(named.name)
+        if adapter is None or adapter.digest != named.digest:
+            adapter = open_for_bundle(named, running)
+        adapters[named.name] = adapter
     return running.with_others(adapters)

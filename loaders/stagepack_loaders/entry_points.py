@@ -9,6 +9,7 @@ from msgspec import structs
 from stagepack.errors import EntryPointError, InputError, OptionError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
+from stagepack.named_adapters import pinned_adapters
 from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import SharedObjects
 from stagepack_loaders.call_limits import Limits, checked_limits
@@ -17,7 +18,7 @@ from stagepack_loaders.joint_versions import join_versions
 from stagepack_loaders.local_pipeline import Pipeline, load_pipeline
 from stagepack_loaders.options import (
     DEFAULT_RUNTIME,
-    AdapterFolders,
+    AdapterSources,
     Compile,
     LoadOptions,
     Verify,
@@ -176,7 +177,7 @@ def load_entry_points(
     copy: bool = False,
     compile: Compile = False,
     stream: bool = False,
-    adapters: AdapterFolders = None,
+    adapters: AdapterSources = None,
     limits: Limits | None = None,
 ) -> EntryPointPipelines:
     """Load all entry points of a bundle into this process.
@@ -232,7 +233,7 @@ def load_entry_points(
         copy=copy,
         compile=compile,
         stream=stream,
-        adapters=adapter_list(adapters),
+        adapters=pinned_adapters(opened_bundle, adapter_list(adapters), require_signature),
     )
     options_of_name = {
         name: structs.replace(options, devices=device_list(devices_of_name.get(name), device)) for name in names

@@ -9,6 +9,7 @@ from msgspec import structs
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import pinned_adapters
 from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
@@ -16,7 +17,7 @@ from stagepack_loaders.local_pipeline import Pipeline, load_pipeline
 from stagepack_loaders.options import (
     DEFAULT_IN_FLIGHT,
     DEFAULT_RUNTIME,
-    AdapterFolders,
+    AdapterSources,
     Compile,
     LoadKeywords,
     LoadOptions,
@@ -98,7 +99,7 @@ def load(
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
     device_memory: int | str | None = None,
-    adapters: AdapterFolders = None,
+    adapters: AdapterSources = None,
     limits: Limits | None = None,
     processes: bool | int = False,
     imports: Sequence[str] = (),
@@ -162,11 +163,11 @@ def load(
             `state_dict` and ``parameters()`` have those on the CPU; what is written into them is used
             from the next call on, and conversions such as ``double()`` are refused. Not with `stream`, `copy`, `compile`, `compiled` and
             `processes`; only in torch.
-        adapters: folders that ``stagepack adapter`` wrote for this bundle, or folders by name; otherwise the last part of the folder is
-            the name. Calls then have the keyword ``adapter``: a name, or a list with a name or None for each row of the batch. The weights
-            of the bundle are in memory once. `load_adapter` and `unload_adapter` change them while calls go on; an empty list is for a
-            pipeline that begins without any, None for one that takes none. Not with `compile`, `compiled`, `stream` and `device_memory`;
-            only in torch.
+        adapters: folders that ``stagepack adapter`` wrote for this bundle, their URLs, or opened adapters; or these by name, otherwise
+            the last part is the name. ``@sha256:DIGEST`` after a folder or URL refuses another adapter. With `require_signature`, each
+            must be signed, too. Calls then have the keyword ``adapter``: a name, or a list with a name or None for each row of the batch.
+            The weights of the bundle are in memory once. `load_adapter` and `unload_adapter` change them while calls go on; an empty list
+            is for a pipeline that begins without any, None for one that takes none. Not with `compiled`.
         limits: how large values may be, and, with `processes`, how long a call may take, see `Limits`. None for no limits.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages are joined.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
@@ -193,7 +194,7 @@ def load(
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         EntryPointError: the bundle has several entry points, and none is selected: see `stagepack.open` and `load_entry_points`.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        SignatureError: `require_signature` is given, and the bundle has no such signature.
+        SignatureError: `require_signature` is given, and the bundle, a delta or an adapter has no such signature.
         RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
         DeviceError: a device does not exist here, or has not enough memory for the weights, or there are more devices than stages.
         OperatorError: an operator is missing, not allowed, or has another schema; or a stage has no ONNX model, or one that this
@@ -225,7 +226,7 @@ def load(
         compiled=folder_name(compiled),
         stream=stream,
         device_memory=device_memory,
-        adapters=adapter_list(adapters),
+        adapters=pinned_adapters(opened_bundle, adapter_list(adapters), require_signature),
         placement=PlacementOptions(
             memory=memory, speeds=speeds, profiles=profiles, links=links, stages_per_device=stages_per_device
         ),

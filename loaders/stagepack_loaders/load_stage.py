@@ -4,15 +4,15 @@ import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import pinned_adapters, with_adapters
 from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import (
     DEFAULT_RUNTIME,
-    AdapterFolders,
+    AdapterSources,
     Compile,
     LoadOptions,
     LocalKeywords,
@@ -73,7 +73,7 @@ def load_stage(
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
     device_memory: int | str | None = None,
-    adapters: AdapterFolders = None,
+    adapters: AdapterSources = None,
 ) -> Any:
     """Load one stage of a bundle, or several consecutive ones as one. Only their own files and the shared files that they name are read.
 
@@ -139,7 +139,7 @@ def load_stage(
         stream=stream,
         device_memory=device_memory,
         modules=modules,
-        adapters=adapter_list(adapters),
+        adapters=pinned_adapters(opened_bundle, adapter_list(adapters), require_signature),
     )
     opened_bundle = with_adapters(opened_bundle, options.adapters)
     with reading_progress(opened_bundle, [stage], Loading(options=options, types=types)) as loading:

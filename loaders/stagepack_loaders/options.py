@@ -6,10 +6,11 @@ from typing import Annotated, Any, Final, Literal, TypedDict, get_args
 
 from msgspec import Struct, structs
 
-from stagepack.adapter.folders import check_adapter_name
+from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import OptionError
 from stagepack.format.quantities import parse_byte_size
-from stagepack.opening import DeltaSource, TrustedSigners
+from stagepack.named_adapters import check_adapter_name
+from stagepack.opening import AdapterSource, DeltaSource, TrustedSigners
 from stagepack.options import Option
 
 # How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
@@ -26,9 +27,9 @@ DEFAULT_RUNTIME: Final = "auto"
 # The largest number of requests on their way through the stages, unless the caller names another.
 DEFAULT_IN_FLIGHT: Final = 16
 
-# Adapters as callers name them: folders, each by ``NAME=FOLDER`` or with its last part as the name, or folders by name. None for a
-# pipeline that never takes any.
-AdapterFolders = Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]] | None
+# Adapters as callers give them: each as ``NAME=FOLDER``, or with its last part as the name; or by name. None for a pipeline that never
+# takes any.
+AdapterSources = Sequence[AdapterSource] | Mapping[str, AdapterSource] | None
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -42,7 +43,7 @@ class LoadKeywords(TypedDict, total=False):
     copy: bool
     compile: Compile
     compiled: str | os.PathLike[str] | None
-    adapters: AdapterFolders
+    adapters: AdapterSources
 
 
 class LocalKeywords(LoadKeywords, total=False):
@@ -198,8 +199,8 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
         Sequence[str] | None,
         Option(
             "--adapter FOLDER",
-            "Load this adapter, written by 'stagepack adapter', over the weights of the bundle: FOLDER, or NAME=FOLDER. Requests choose it "
-            "by its name. Repeatable.",
+            "Load this adapter, written by 'stagepack adapter', over the weights of the bundle: FOLDER, a URL, or NAME=FOLDER, each with "
+            "@sha256:DIGEST to refuse another one. Requests choose it by its name. Repeatable.",
             default_text="none",
         ),
     ] = None
@@ -254,16 +255,25 @@ def device_list(devices: Any, device: Any = None) -> list[Any]:
 
 
 def adapter_list(adapters: Any) -> list[str] | None:
-    """Return the adapters that a caller names as ``FOLDER`` or ``NAME=FOLDER``: a list of folders, or folders by name; None for None."""
+    """Return the adapters that a caller gives, in a list or by name, as texts for `NamedAdapter.parse`; None for None."""
     if adapters is None:
         return None
     if isinstance(adapters, Mapping):
         for name in adapters:  # with "=" in it, a part of it would be the name
             check_adapter_name(name)
-        return [f"{name}={os.fspath(folder)}" for name, folder in adapters.items()]
+        return [f"{name}={adapter_text(adapter)}" for name, adapter in adapters.items()]
     if isinstance(adapters, str | bytes) or not isinstance(adapters, Sequence):
         raise OptionError(f"adapters: expected a list of folders, or a dict of folders by name, found {adapters!r}")
-    return [os.fspath(folder) for folder in adapters]
+    return [adapter_text(adapter) for adapter in adapters]
+
+
+def adapter_text(adapter: Any) -> str:
+    """Return the text for `stagepack.named_adapters.NamedAdapter` of an adapter that a caller gives."""
+    if isinstance(adapter, OpenAdapter):
+        return f"{adapter.location}@sha256:{adapter.digest}"
+    if not isinstance(adapter, str | os.PathLike):
+        raise OptionError(f"adapters: expected the folder or URL of an adapter, found {adapter!r:.100}")
+    return os.fspath(adapter)
 
 
 def folder_name(compiled: str | os.PathLike[str] | None) -> str | None:

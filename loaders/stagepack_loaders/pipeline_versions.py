@@ -1,11 +1,10 @@
 """How a pipeline changes while calls go on: it takes other weights, and adapters."""
 
 import dataclasses
-import os
 from abc import ABC
 
 from stagepack.errors import UpdateError, named_errors
-from stagepack.opening import TrustedSigners
+from stagepack.opening import AdapterSource, TrustedSigners
 from stagepack_loaders.adapter_changes import AdapterChange, new_adapter
 from stagepack_loaders.executor import Executor
 from stagepack_loaders.update_report import UpdateReport
@@ -99,7 +98,14 @@ class PipelineVersions(ABC):
         """The names of the adapters that calls to come may choose."""
         return self.executor.version.adapters.names
 
-    def load_adapter(self, adapter: str | os.PathLike[str], name: str | None = None, *, replace: bool = False) -> str:
+    def load_adapter(
+        self,
+        adapter: AdapterSource,
+        name: str | None = None,
+        *,
+        replace: bool = False,
+        require_signature: TrustedSigners | None = None,
+    ) -> str:
         """Take one more adapter while calls go on.
 
         All stages read what changes their weights, in all processes, before the first call may name the adapter; if one fails, none has
@@ -107,9 +113,10 @@ class PipelineVersions(ABC):
         ``adapters``, which may be an empty list.
 
         Args:
-            adapter: the folder of an adapter that ``stagepack adapter`` wrote for the bundle that runs; or ``NAME=FOLDER``.
+            adapter: an adapter that ``stagepack adapter`` wrote for the bundle that runs: see `adapters` of `stagepack.load`.
             name: its name in calls; by default the last part of the folder.
             replace: let it take the place of an adapter of its name. Calls and sequences under way finish with the one before.
+            require_signature: see `stagepack.load`; by default as at loading.
 
         Returns:
             Its name.
@@ -118,6 +125,7 @@ class PipelineVersions(ABC):
             AdapterError: the adapter is of another bundle, or does not fit it; an adapter of its name is loaded; or the pipeline takes
                 none.
             OptionError: the name is malformed.
+            SignatureError: a signature is required that it does not have.
             StagepackError: the adapter cannot be read, or a process is lost.
 
         Examples:
@@ -127,7 +135,8 @@ class PipelineVersions(ABC):
             >>> tokens = pipeline.generate(prompt, adapter="pirate")
             >>> pipeline.unload_adapter("pirate")
         """
-        change = new_adapter(adapter, name, replaces=replace)
+        signers = require_signature or self.trusted_signers
+        change = new_adapter(self.executor.bundle, adapter, name, replaces=replace, require_signature=signers)
         self.executor.update(change, UpdateReport())
         return change.name
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.errors import DeviceError, OptionError
 from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
+from stagepack.named_adapters import with_adapters
 from stagepack.partition.costs import REFERENCE_LINK
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack.partition.links import parse_links

@@ -19,9 +19,10 @@ from typing import Final
 import numpy
 from blake3 import blake3
 
+from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import Problem
 from stagepack.format.chunk_reads import FileRead, read_chunks
-from stagepack.format.chunks import CHUNK_BYTES, File
+from stagepack.format.chunks import CHUNK_BYTES, File, check_content
 from stagepack.format.file_checks import FILE_GROUP
 from stagepack.format.file_source import FilePatch, FilePatches
 from stagepack.format.reader import Bundle
@@ -76,6 +77,17 @@ def map_weight_file(path: Path) -> WeightFile:
                 message = "the file was cut short while it was read"
                 raise rule_error("D1", path.name, message)
     return WeightFile(content, parse_weight_header(content, path.name))
+
+
+def map_adapter_file(adapter: OpenAdapter, *, verify: bool) -> WeightFile:
+    """Map the file of the tensors of an adapter, which are where its header said when it was opened."""
+    [entry] = adapter.listed
+    file = map_weight_file(adapter.path / entry.name)
+    if verify:
+        raise_problems(check_content(entry, memoryview(file.content)))
+    if file.tensors != adapter.tensors:
+        raise rule_error("D2", entry.name, "the file was changed while it was loaded: load it again")
+    return file
 
 
 def open_weight_files(

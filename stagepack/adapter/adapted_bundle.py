@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy
 from msgspec.structs import replace
 
-from stagepack.adapter.folders import adapter_folders
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.file_source import FileStream
@@ -26,30 +25,8 @@ if TYPE_CHECKING:
 ROWS_NAME: Final = "adapter.rows"
 
 
-def with_adapters(bundle: Bundle, given: Sequence[str] | None) -> Bundle:
-    """Return a bundle with adapters, which are opened and compared with it; None for a bundle that takes none."""
-    if given is None:
-        return bundle
-    from stagepack.adapter.opened import open_adapter  # noqa: PLC0415 - 9 ms, for bundles with adapters alone
-
-    adapters = {name: open_adapter(folder) for name, folder in adapter_folders(given).items()}
-    for adapter in adapters.values():
-        adapter.check_base(bundle)
-    return AdaptedBundle(bundle, adapters)
-
-
-def fitting_adapters(bundle: Bundle, given: Sequence[str]) -> list[str]:
-    """Return those of some adapters that were made for a bundle."""
-    from stagepack.adapter.opened import open_adapter  # noqa: PLC0415 - as above
-
-    folders = adapter_folders(given)
-    return [
-        f"{name}={folder}" for name, folder in folders.items() if open_adapter(folder).document.base == bundle.digest
-    ]
-
-
 class AdaptedBundle(Bundle):
-    """A bundle with adapters, in the stages of another one; see `with_adapters`.
+    """A bundle with adapters, in the stages of another one; see `stagepack.opening.with_adapters`.
 
     Attributes:
         adapters: the adapters by name. The first one has the number 1; the number 0 stands for none.
@@ -70,11 +47,6 @@ class AdaptedBundle(Bundle):
         stages = tuple(replace(stage, inputs=(*stage.inputs, ROWS_NAME)) for stage in entry_point.stages)
         self.selected = _with_edge(replace(entry_point, stages=stages), self.rows_edge, count)
         self._graph_files: dict[tuple[int, bool], GraphFile] = {}
-
-    @property
-    def folders(self) -> list[str]:
-        """The adapters as ``NAME=FOLDER``, by absolute paths."""
-        return [f"{name}={adapter.path.absolute()}" for name, adapter in self.adapters.items()]
 
     @property
     def adapter_digests(self) -> tuple[tuple[str, str], ...]:

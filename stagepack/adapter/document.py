@@ -1,4 +1,4 @@
-"""The document of an adapter, ``adapter.json``, as JSON with its own digest (SPEC A1 to A5)."""
+"""The document of an adapter: ``manifest.json`` in its folder, with the format ``stagepack adapter`` (SPEC section 14)."""
 
 import math
 from collections import Counter
@@ -9,15 +9,12 @@ from msgspec import Struct
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.chunks import File, chunk_count
+from stagepack.format.chunks import File
 from stagepack.format.manifest_codec import DocumentKind
-from stagepack.format.rules import (
-    DIGEST_PATTERN,
-    is_tensor_name,
-)
+from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, BrokenRule, format_names, is_tensor_name
+from stagepack.format.validate.manifest_rules import check_files
 
-FORMAT: Final = "stagepack adapter"
-DOCUMENT_NAME: Final = "adapter.json"
+ADAPTER_FORMAT: Final = "stagepack adapter"
 TENSORS_NAME: Final = "adapter.safetensors"
 # Modules and weights that one adapter changes. A Llama of 126 layers has 882 linear layers.
 MOST_CHANGES: Final = 2**16
@@ -42,7 +39,7 @@ class LowRankChange(Struct, frozen=True, kw_only=True):
     scale: float
 
 
-class AdapterDocument(Struct, frozen=True, kw_only=True):
+class AdapterDocument(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an adapter changes.
 
     Attributes:
@@ -51,48 +48,59 @@ class AdapterDocument(Struct, frozen=True, kw_only=True):
         base: the digest of the bundle that the adapter belongs to.
         changes: the modules whose weights get a low-rank change.
         replaced: the first names of the weights that the adapter replaces; a tensor of the same name has the new values.
-        file: the file with the tensors.
-        sha256: the digest of the document itself, computed with 64 zeros in its place.
+        files: all files of the adapter but this document and the signature over it: the one with the tensors.
+        features: named additions to the format that a reader must know to read the adapter.
+        sha256: the digest of the document itself, as that of a manifest.
     """
 
     format: str
     version: str
     base: str
-    changes: tuple[LowRankChange, ...]
-    replaced: tuple[str, ...]
-    file: File
+    changes: tuple[LowRankChange, ...] = ()
+    replaced: tuple[str, ...] = ()
+    files: tuple[File, ...]
+    features: tuple[str, ...] = ()
     sha256: str
 
 
-def _problems(document: AdapterDocument) -> Iterator[Problem]:
-    """Yield the problems of a document beyond its types."""
+def check_document(document: AdapterDocument) -> Iterator[Problem]:
+    """Yield the problems of the document of an adapter by itself."""
+    for rule, location, message in _check(document):
+        yield Problem(rule=rule, where=f"{MANIFEST_NAME}: {location}", message=message)
 
-    def problem(rule: str, message: str) -> Problem:
-        return Problem(rule=rule, where=DOCUMENT_NAME, message=message)
 
+def _check(document: AdapterDocument) -> Iterator[BrokenRule]:
     if not DIGEST_PATTERN.fullmatch(document.base):
-        yield problem("A2", f"expected the digest of a bundle as base, found {document.base[:80]!r}")
-    file = document.file
-    is_named = file.name == TENSORS_NAME and file.size >= 0
-    if not is_named or len(file.chunks) != (chunk_count(file.size) if chunk_count(file.size) > 1 else 0):
-        yield problem("A3", f"expected the file {TENSORS_NAME} with a digest of each chunk, found {file.name[:80]!r}")
+        yield "A2", "base", f"expected the digest of a bundle, found {document.base[:80]!r}"
+    yield from check_files(document.files)
+    if [file.name for file in document.files] != [TENSORS_NAME]:
+        yield (
+            "A3",
+            "files",
+            f"expected {TENSORS_NAME} alone, found {format_names([file.name for file in document.files])}",
+        )
     change_count = len(document.changes) + len(document.replaced)
     if not 0 < change_count <= MOST_CHANGES:
-        yield problem("L1", f"expected 1 to {MOST_CHANGES} changes and replaced weights, found {change_count}")
+        yield "L1", "changes, replaced", f"expected 1 to {MOST_CHANGES}, found {change_count}"
         return
-    for kind, listed in (
-        ("the module", [change.module for change in document.changes]),
-        ("the replaced weight", document.replaced),
-    ):
+    modules = [change.module for change in document.changes]
+    for field, listed in (("changes", modules), ("replaced", document.replaced)):
         for name, count in Counter(listed).items():
             if count > 1:
-                yield problem("A4", f"lists {kind} {name[:80]!r} {count} times")
-    for name in (*(name for change in document.changes for name in (change.module, change.weight)), *document.replaced):
+                yield "A4", field, f"lists {name[:80]!r} {count} times"
+    pair_names = {module + suffix for module in modules for suffix in (A_SUFFIX, B_SUFFIX, BIAS_SUFFIX)}
+    if shared := sorted(pair_names & set(document.replaced)):
+        yield "A4", "replaced", f"has the names of tensors of changes: {format_names(shared)}"
+    for name in (*modules, *(change.weight for change in document.changes), *document.replaced):
         if not is_tensor_name(name):
-            yield problem("A4", f"expected a name of 1 to {limits.NAME_CHARACTERS} characters, found {name[:80]!r}")
+            yield (
+                "A4",
+                "changes, replaced",
+                f"{name[:80]!r} is no name of a tensor, of 1 to {limits.NAME_CHARACTERS} characters",
+            )
     for change in document.changes:
         if not math.isfinite(change.scale):
-            yield problem("A4", f"{change.module[:80]}: expected a finite scale, found {change.scale}")
+            yield "A4", f"{change.module[:80]}: scale", f"expected a finite number, found {change.scale}"
 
 
-ADAPTER: Final = DocumentKind(FORMAT, AdapterDocument, _problems, DOCUMENT_NAME, "A1")
+ADAPTER: Final = DocumentKind(ADAPTER_FORMAT, AdapterDocument, check_document, rule="A1")

@@ -1,94 +1,137 @@
-"""An adapter that is opened: its document and where its tensors are, checked against each other and against a bundle."""
+"""An open adapter: its document, and where its tensors are, checked against each other and against a bundle."""
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from stagepack.adapter.document import (
     A_SUFFIX,
     ADAPTER,
     B_SUFFIX,
     BIAS_SUFFIX,
-    DOCUMENT_NAME,
     FLOATS,
+    TENSORS_NAME,
     AdapterDocument,
     LowRankChange,
 )
-from stagepack.adapter.rewrite import Pair
-from stagepack.adapter.uses import Use
-from stagepack.errors import AdapterError, NotABundleError
-from stagepack.format import limits
-from stagepack.format.file_checks import check_digests, near_path_hint, open_plain_file, read_limited
-from stagepack.format.graph import Graph
+from stagepack.errors import AdapterError
+from stagepack.format.bundle_files import read_document
+from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.chunks import File
+from stagepack.format.file_source import FileSource
+from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest_codec import parse_document
 from stagepack.format.reader import Bundle
-from stagepack.format.rules import raise_problems, rule_error
-from stagepack.format.weights import StoredTensor, parse_header_bytes
+from stagepack.format.rules import MANIFEST_NAME, raise_problems, rule_error
+from stagepack.format.weights import StoredTensor
+
+if TYPE_CHECKING:
+    from stagepack.adapter.rewrite import Pair
+    from stagepack.adapter.uses import Use
+    from stagepack.format.graph import Graph
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAdapter:
-    """An adapter of a bundle.
+class OpenAdapter(ListedFiles):
+    """An open adapter: what changes weights of one bundle, its base.
+
+    ``stagepack.open_adapter`` returns it. It imports no torch and needs no `close`. Only the document is read when it is opened.
 
     Attributes:
-        path: its folder.
-        document: what it changes.
-        tensors: the positions of its tensors in its file, by name.
+        document: the checked document.
+
+    Raises:
+        NotABundleError: there is no adapter at the path.
+        VersionError: the adapter is of a newer major version or needs an unknown feature.
+        DigestError: the document was changed after it was written.
+        LimitError, FormatError: the document breaks a rule.
+
+    Examples:
+        >>> adapter = stagepack.open_adapter("pirate")
+        >>> adapter.base, sorted(adapter.changes)
     """
 
-    path: Path
-    document: AdapterDocument
-    tensors: Mapping[str, StoredTensor]
+    def __init__(self, path: str | os.PathLike[str], *, source: FileSource | None = None) -> None:
+        super().__init__(path, source=source)
+        content = read_document(self.path, "adapter")
+        self.document = parse_document(content, str(self.path / MANIFEST_NAME), ADAPTER)
+
+    def __repr__(self) -> str:
+        """The folder or URL, and the base."""
+        return f"<Adapter {self.location!r} of {self.base[:12]}>"
 
     @property
+    def document_format(self) -> str:
+        """See `ListedFiles`."""
+        return self.document.format
+
+    @property
+    def listed(self) -> Sequence[File]:
+        """See `ListedFiles`."""
+        return self.document.files
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the document in hexadecimal. It identifies the adapter."""
+        return self.document.sha256
+
+    @property
+    def base(self) -> str:
+        """The digest of the bundle that the adapter was made for."""
+        return self.document.base
+
+    @cached_property
     def changes(self) -> dict[str, LowRankChange]:
         """The low-rank changes, by the path of the module."""
         return {change.module: change for change in self.document.changes}
 
-    @property
-    def pairs(self) -> dict[str, Pair]:
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The positions of its tensors in its file, by name.
+
+        Raises:
+            DigestError, FormatError, RemoteError: the file is missing or has another size, or its header breaks a rule.
+        """
+        [(_, tensors)] = self.read_headers([TENSORS_NAME])
+        _check_tensors(self.document, tensors)
+        return tensors
+
+    @cached_property
+    def pairs(self) -> "dict[str, Pair]":
         """What the tensors of each change are like."""
+        from stagepack.adapter.rewrite import Pair  # noqa: PLC0415 - what changes graphs, which opening an adapter does not need
+
         return {
             module: Pair(self.tensors[module + A_SUFFIX].shape[0], module + BIAS_SUFFIX in self.tensors)
             for module in self.changes
         }
 
-    def verify(self) -> None:
-        """Compare the file of the tensors with its digest."""
-        raise_problems(check_digests(self.path, [self.document.file]))
+    def verify(self, progress: ByteProgress | None = None, *, strict: bool = False) -> None:
+        """Check the digest of every file and every rule that needs no base. Reads the whole adapter.
+
+        Args:
+            progress: called by several threads with the number of bytes that were compared.
+            strict: refuse files that the document does not list.
+
+        Raises:
+            DigestError: files are missing or changed, or not listed if `strict`.
+            FormatError: a rule is broken.
+        """
+        raise_problems([*self.digest_problems(self.listed, progress), *(self.unlisted_problems() if strict else ())])
+        _ = self.tensors
 
     def check_base(self, bundle: Bundle) -> None:
         """Refuse a bundle that the adapter was not made for."""
-        if self.document.base != bundle.digest:
+        if self.base != bundle.digest:
             raise AdapterError(
-                f"{self.path}: is an adapter of the bundle {self.document.base[:12]}, found {bundle.digest[:12]}: make it for this bundle "
+                f"{self.location}: is an adapter of the bundle {self.base[:12]}, found {bundle.digest[:12]}: make it for this bundle "
                 "(stagepack adapter)"
             )
 
 
-def open_adapter(path: str | os.PathLike[str]) -> OpenAdapter:
-    """Open an adapter that `write_adapter` wrote. Its document and the header of its tensors are read and checked."""
-    folder = Path(path)
-    try:
-        content = read_limited(folder / DOCUMENT_NAME, limits.MANIFEST_BYTES)
-    except OSError as error:
-        hint = near_path_hint(folder, f"*/{DOCUMENT_NAME}")
-        is_peft = (folder / "adapter_config.json").exists()
-        advice = ": write it by stagepack adapter, which takes this folder of peft" if is_peft else hint
-        raise NotABundleError(
-            f"{folder}: not an adapter of stagepack: expected a folder with a file {DOCUMENT_NAME}: {error.strerror}{advice} [A1]"
-        ) from None
-    document = parse_document(content, str(folder / DOCUMENT_NAME), ADAPTER)
-    with open_plain_file(folder, document.file) as file:
-        tensors = parse_header_bytes(file.read, document.file.size, document.file.name)
-    _check_tensors(document, tensors)
-    return OpenAdapter(path=folder, document=document, tensors=tensors)
-
-
 def _check_tensors(document: AdapterDocument, tensors: Mapping[str, StoredTensor]) -> None:
     """Compare the tensors of an adapter with its document (A3, A5)."""
-    where = document.file.name
+    where = TENSORS_NAME
     optional = {change.module + BIAS_SUFFIX for change in document.changes}
     needed = {change.module + suffix for change in document.changes for suffix in (A_SUFFIX, B_SUFFIX)}
     needed |= set(document.replaced)
@@ -112,7 +155,7 @@ def _check_tensors(document: AdapterDocument, tensors: Mapping[str, StoredTensor
 
 
 def check_shapes(
-    graph: Graph, uses: Iterable[Use], document: AdapterDocument, tensors: Mapping[str, StoredTensor], name: str
+    graph: "Graph", uses: "Iterable[Use]", document: AdapterDocument, tensors: Mapping[str, StoredTensor], name: str
 ) -> None:
     """Compare the tensors of an adapter with the weights of a graph that they change; `uses` are those of its changes."""
     for use in uses:

@@ -13,10 +13,11 @@ from stagepack.adapter.uses import MERGE_ADVICE
 from stagepack.errors import AdapterError, FormatError, OptionError
 from stagepack.format import limits
 from stagepack.format.file_checks import near_path_hint, open_regular_file, read_limited
-from stagepack.format.rules import METADATA_KEY, parse_json
+from stagepack.format.manifest_codec import other_kind_error
+from stagepack.format.own_folders import folder_format
+from stagepack.format.rules import METADATA_KEY, PEFT_SETTINGS_NAME, parse_json
 from stagepack.format.weights import StoredTensor, parse_header_entry
 
-SETTINGS_NAME: Final = "adapter_config.json"
 PEFT_TENSORS_NAME: Final = "adapter_model.safetensors"
 _SETTINGS_BYTES: Final = 2**24
 _PREFIX: Final = "base_model.model."
@@ -105,15 +106,17 @@ def read_peft_folder(folder: Path) -> PeftAdapter:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS_NAME
+    path = folder / PEFT_SETTINGS_NAME
     try:
-        fields = parse_json(read_limited(path, _SETTINGS_BYTES), SETTINGS_NAME)
+        fields = parse_json(read_limited(path, _SETTINGS_BYTES), PEFT_SETTINGS_NAME)
     except FormatError as error:
         raise AdapterError(f"{folder}: {error}") from None
     except OSError as error:
-        hint = near_path_hint(folder, f"*/{SETTINGS_NAME}")
+        if (found_format := folder_format(folder)) is not None:
+            raise other_kind_error(str(folder), "the folder of an adapter of peft", found_format) from None
+        hint = near_path_hint(folder, f"*/{PEFT_SETTINGS_NAME}")
         raise OptionError(
-            f"{folder}: expected the folder of an adapter of peft, with {SETTINGS_NAME}: {error.strerror}{hint}"
+            f"{folder}: expected the folder of an adapter of peft, with {PEFT_SETTINGS_NAME}: {error.strerror}{hint}"
         ) from None
     if not isinstance(fields, dict):
         raise AdapterError(f"{path}: expected an object, found {type(fields).__name__}")
@@ -184,7 +187,7 @@ def _change(folder: Path, module: str, own: Mapping[str, StoredTensor], settings
         )
     stated = _setting_of(folder, module, settings, "rank_pattern", "r", 8)
     if stated != rank:
-        raise AdapterError(f"{where}: {SETTINGS_NAME} states the rank {stated}, its tensors have {rank}")
+        raise AdapterError(f"{where}: {PEFT_SETTINGS_NAME} states the rank {stated}, its tensors have {rank}")
     alpha = _setting_of(folder, module, settings, "alpha_pattern", "lora_alpha", 8)
     try:
         scale = float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)

@@ -1,18 +1,17 @@
 """`stagepack adapter`."""
 
 import time
-from typing import Any
 
-from stagepack.adapter.opened import OpenAdapter
-from stagepack.adapter.write import write_adapter
+from stagepack.cli.adapter_facts import adapter_facts, adapter_line
 from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
-from stagepack.cli.output import count_of, print_json, print_line, progress
+from stagepack.cli.output import print_json, print_line, progress
 from stagepack.cli.shared_flags import ALLOW_OPS, DIGEST, IMPORTS, JSON, OUT_BUNDLE, open_argument
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
 from stagepack.format.quantities import format_bytes
+from stagepack.roads.adapter import write_adapter
 
 
 @option_object
@@ -74,22 +73,5 @@ def command(options: _Options) -> None:
         print_json(facts | {"seconds": round(seconds, 3)})
         return
     print_line(f"wrote {options.out}: {format_bytes(facts['bytes'])}, in {seconds:.1f} s")
-    ranks = ", ".join(map(str, facts["ranks"]))
-    changes = f"low-rank changes of {count_of('module', facts['modules'])}, of rank {ranks}" if facts["modules"] else ""
-    replaced = f"{count_of('replaced weight', facts['replaced'])}" if facts["replaced"] else ""
-    print_line("; ".join(filter(None, (changes, replaced))))
+    print_line(adapter_line(facts))
     print_line(f"sha256: {facts['digest']}")
-
-
-def adapter_facts(adapter: OpenAdapter) -> dict[str, Any]:
-    """Return what an adapter is as plain data."""
-    document = adapter.document
-    return {
-        "adapter": str(adapter.path),
-        "base": document.base,
-        "modules": len(document.changes),
-        "ranks": sorted({pair.rank for pair in adapter.pairs.values()}),
-        "replaced": len(document.replaced),
-        "bytes": document.file.size,
-        "digest": document.sha256,
-    }

@@ -2,12 +2,21 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
+from stagepack.adapter.compare import AdapterDifferences, compare_adapters
+from stagepack.adapter.opened import OpenAdapter
 from stagepack.cli.command import BundleType, argument, option_object, subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table
 from stagepack.cli.shared_flags import JSON
 from stagepack.deltas.delta import Delta
-from stagepack.opening import open_bundle, opened_listed, with_deltas
+from stagepack.documents import Listed, of_kind
+from stagepack.format.reader import Bundle
+from stagepack.opening import opened_listed, with_deltas
+
+if TYPE_CHECKING:
+    from stagepack.roads.compare import Differences
 
 # Rows of the table of weights; --json has all.
 _SHOWN_WEIGHTS = 40
@@ -24,36 +33,43 @@ class _Options:
     "diff", examples=["stagepack diff net.stagepack tuned.stagepack", "stagepack diff a.stagepack b.stagepack --json"]
 )
 def command(options: _Options) -> None:
-    """Show what differs between two bundles, or what a delta changes.
+    """Show what differs between two bundles, or between two adapters, or what a delta changes.
 
     Compared are the graph of the whole model, whatever its cut, the weights by name, the cut, and the other files. Bundles of one digest
     are equal; otherwise the weights are read whose files differ. A#NAME and B#NAME compare one entry point of each. B may be a delta on A,
-    which is compared with the bundle that it makes of it. Needs no torch.
+    which is compared with the bundle that it makes of it. Of two adapters, compared are the base, and the rank, the scale and the values of
+    each change. Needs no torch.
 
-    The exit status is 0 if the bundles are equal, and 1 if they differ.
+    The exit status is 0 if both are equal, and 1 if they differ.
     """
-    from stagepack.roads.compare import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
-
-    first = open_bundle(options.first_path)
+    first = opened_listed(options.first_path)
     second = opened_listed(options.second_path)
-    differences = compare_bundles(first, with_deltas(first, [second]) if isinstance(second, Delta) else second)
+    differences: AdapterDifferences | Differences
+    if isinstance(first, OpenAdapter):
+        differences = compare_adapters(first, of_kind(second, OpenAdapter))
+    else:
+        differences = _compare_bundles(of_kind(first, Bundle), second)
+    facts = {field.name: getattr(differences, field.name) for field in fields(differences)}
     if options.as_json:
-        facts = {
-            "equal": not differences,
-            "graph": list(differences.graph),
-            "weights": dict(differences.weights),
-            "plan": list(differences.plan),
-            "files": list(differences.files),
-        }
-        print_json(facts)
+        print_json({"equal": not differences} | facts)
     elif not differences:
         print_line("equal")
     else:
-        _print_lines("graph", differences.graph)
-        _print_weights(differences.weights)
-        _print_lines("plan", differences.plan)
-        _print_lines("files", differences.files)
+        for title, part in facts.items():
+            if isinstance(part, Mapping):
+                _print_weights(part)
+            else:
+                _print_lines(title, part)
     sys.exit(1 if differences else 0)
+
+
+def _compare_bundles(first: Bundle, second: Listed) -> "Differences":
+    """Compare a bundle with another one, or with the one that a delta makes of it."""
+    from stagepack.roads.compare import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
+
+    return compare_bundles(
+        first, with_deltas(first, [second]) if isinstance(second, Delta) else of_kind(second, Bundle)
+    )
 
 
 def _print_lines(title: str, lines: tuple[str, ...]) -> None:

@@ -7,13 +7,14 @@ import click
 
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, permission_line, print_bundle
 from stagepack.cli.command import flag, only_with, option_object, subcommand
-from stagepack.cli.delta_facts import delta_facts, print_delta
 from stagepack.cli.graph_listing import graph_lines
+from stagepack.cli.listed_facts import listed_facts, print_listed
 from stagepack.cli.output import print_json, print_line, print_table
 from stagepack.cli.shared_flags import DELTAS, JSON, BundleOptions, check_stage_number, open_listed_argument
-from stagepack.deltas.delta import Delta
+from stagepack.documents import Listed
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph
+from stagepack.format.manifest_codec import kind_name
 from stagepack.format.operators import needed_permissions
 from stagepack.format.quantities import format_flops
 from stagepack.format.reader import Bundle
@@ -44,15 +45,16 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Show a bundle in stages, or what a delta changes.
+    """Show a bundle in stages, or what a delta or an adapter changes.
 
-    Reads the manifest and the graphs, but never the weights. Needs no torch. BUNDLE may be a delta of 'stagepack delta'.
+    Reads the manifest and the graphs, but never the weights. Needs no torch. BUNDLE may be a delta of 'stagepack delta', or an adapter of
+    'stagepack adapter'.
     """
     if options.as_code and options.as_json:
         raise click.UsageError("--graph and --json cannot be used together")
     bundle = open_listed_argument(options.bundle_path)
-    if isinstance(bundle, Delta):
-        _show_delta(bundle, options)
+    if not isinstance(bundle, Bundle):
+        _show_changes(bundle, options)
         return
     stage_number = options.stage_number
     if stage_number is not None:
@@ -76,13 +78,15 @@ def command(options: _Options) -> None:
             print_line(f"{subject}: {_batching_line(batching)}")
 
 
-def _show_delta(delta: Delta, options: _Options) -> None:
+def _show_changes(listed: Listed, options: _Options) -> None:
+    """Show a delta or an adapter."""
     if options.as_code or options.stage_number is not None:
-        raise click.UsageError("--stage and --graph are for bundles: inspect the base with --delta")
+        found = kind_name(listed.document_format)
+        raise click.UsageError(f"--stage and --graph are for bundles, found {found}: inspect its base")
     if options.as_json:
-        print_json(delta_facts(delta))
+        print_json(listed_facts(listed))
     else:
-        print_delta(delta)
+        print_listed(listed)
 
 
 def _batching_facts(bundle: Bundle) -> dict[str, dict[str, str | None]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import click
 from msgspec import structs
 
-from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.cli.command import flag, flag_of, flags_of, only_with, option_object, subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, counted_progress, finite, print_json, print_line, print_table, progress
@@ -38,11 +37,13 @@ from stagepack.cli.shared_flags import (
     SIGNATURE,
     BundleOptions,
     check_stage_number,
+    given_trusted_files,
     open_argument,
 )
 from stagepack.format.output_file import check_output_file
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import pinned_adapters, with_adapters
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.comparison import Difference, Tolerance, check_example_difference, format_difference
 from stagepack_loaders.distributed.launch_environment import is_launched_group
@@ -114,8 +115,8 @@ class _Options(BundleOptions):
     atol: float | None = ATOL
     as_json: bool = JSON
 
-    def load_options(self, stage_runtimes: list[str]) -> LoadOptions:
-        """Return how the stages are loaded, in this process or in others."""
+    def load_options(self, bundle: Bundle, stage_runtimes: list[str]) -> LoadOptions:
+        """Return how the stages of a bundle are loaded, in this process or in others."""
         return LoadOptions(
             devices=self.devices,
             runtime=stage_runtimes,
@@ -123,7 +124,7 @@ class _Options(BundleOptions):
             verify=self.verify,
             compile=self.compile_mode or False,
             compiled=self.compiled_folder,
-            adapters=self.adapters or None,
+            adapters=pinned_adapters(bundle, self.adapters, given_trusted_files()) or None,
             placement=self.placement,
             **structs.asdict(self.weights),
         )
@@ -161,7 +162,7 @@ def command(options: _Options) -> None:
         with progress(f"importing {runtime}"):
             import_runtime(runtime)
         timer.end(f"import {runtime}")
-    load_options = options.load_options(stage_runtimes)
+    load_options = options.load_options(bundle, stage_runtimes)
     facts: dict[str, Any] = {}
     if options.stage_number is None:
         from stagepack_loaders.local_pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
@@ -271,7 +272,7 @@ def _load_in_processes(
 
     with progress("loading stages"):
         process_options = ProcessOptions(imports=options.imports)
-        load_options = options.load_options(stage_runtimes)
+        load_options = options.load_options(bundle, stage_runtimes)
         pipeline = start_processes(bundle, options.processes, load_options, process_options, Limits())
     if pipeline is None:
         return None

@@ -1,17 +1,16 @@
 """`stagepack pull`."""
 
 import time
-from typing import Any
 
 import click
 
-from stagepack.cli.bundle_facts import bundle_facts, print_written
+from stagepack.cli.bundle_facts import print_written
 from stagepack.cli.command import OutputFolderType, argument, flag, option_object, subcommand
-from stagepack.cli.delta_facts import delta_facts, print_delta
+from stagepack.cli.listed_facts import listed_facts, print_listed
 from stagepack.cli.output import print_json, print_line
 from stagepack.cli.shared_flags import DIGEST, JSON
-from stagepack.deltas.delta import Delta
 from stagepack.extras import explain_missing_packages
+from stagepack.format.reader import Bundle
 from stagepack.remote.url import BundleUrl, is_url
 
 
@@ -32,7 +31,7 @@ class _Options:
     ],
 )
 def command(options: _Options) -> None:
-    """Download a bundle or a delta into a folder.
+    """Download a bundle, a delta or an adapter into a folder.
 
     URL is https://HOST/FOLDER, s3://BUCKET/FOLDER, hf://ORGANIZATION/NAME or one of another file system of fsspec. All files come, and the
     signature if there is one; each chunk is compared with its digest. If the download is interrupted, the same command goes on where it
@@ -49,16 +48,9 @@ def command(options: _Options) -> None:
     seconds = time.perf_counter() - start_time
     if not is_new and not options.as_json:
         print_line(f"{options.out}: is there already, undamaged: sha256 {bundle.digest}")
-    elif isinstance(bundle, Delta):
-        _report_delta(bundle, options, {"seconds": round(seconds, 3), "downloaded": is_new})
     elif options.as_json:
-        print_json(bundle_facts(bundle) | {"seconds": round(seconds, 3), "downloaded": is_new})
-    else:
+        print_json(listed_facts(bundle) | {"seconds": round(seconds, 3), "downloaded": is_new})
+    elif isinstance(bundle, Bundle):
         print_written(bundle, options.out, seconds)
-
-
-def _report_delta(delta: Delta, options: _Options, facts: dict[str, Any]) -> None:
-    if options.as_json:
-        print_json(delta_facts(delta) | facts)
     else:
-        print_delta(delta)
+        print_listed(bundle)

@@ -32,7 +32,7 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Upload a bundle or a delta to the Hugging Face Hub.
+    """Upload a bundle, a delta or an adapter to the Hugging Face Hub.
 
     URL is hf://ORGANIZATION/NAME, with @BRANCH if it is not the main branch, and with a folder if the bundle is not to be the root of the
     repository. The bundle is verified first, and uploaded in one commit. Files of an older bundle are removed; all others stay. A

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from stagepack.adapter.folders import adapter_folders
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, progress, status_line
@@ -28,6 +27,7 @@ from stagepack.cli.serve_options import (
     check_sources,
 )
 from stagepack.cli.shared_flags import given_trusted_files, require_packages
+from stagepack.named_adapters import named_adapters
 from stagepack.remote.url import is_url
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
 from stagepack_loaders.logs import write_log, write_package_log
@@ -133,7 +133,7 @@ def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, model
         update_folder=options.updates_folder,
         watched_deltas=_watched_deltas(options),
         adapter_folder=options.adapter_folder,
-        given_adapters=adapter_folders(options.adapters),
+        given_adapters=named_adapters(options.adapters),
     )
 
 
@@ -148,7 +148,7 @@ def _watched_deltas(options: ServeOptions) -> "WatchedDeltas | None":
 def _check_adapters(models: "ModelRegistry", options: ServeOptions) -> None:
     """Refuse adapters that were made for none of the bundles, and those whose name is that of a model."""
     served = {adapter for model in models for adapter in model.adapters.names}
-    unused = [name for name in adapter_folders(options.adapters) if name not in served]
+    unused = [adapter.name for adapter in named_adapters(options.adapters) if adapter.name not in served]
     if unused and options.repository is None:
         fail(
             f"--adapter {unused[0]}: was made for none of the bundles: make it for the one that it belongs to (stagepack adapter)"

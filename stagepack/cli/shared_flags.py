@@ -25,7 +25,7 @@ from stagepack.cli.command import (
     option_object,
 )
 from stagepack.cli.failures import Failure, fail
-from stagepack.deltas.delta import Delta
+from stagepack.documents import Listed
 from stagepack.extras import require_extras
 from stagepack.format import limits
 from stagepack.format.reader import Bundle
@@ -129,8 +129,8 @@ def open_argument(bundle_path: str, *extras: str) -> Bundle:
     return open_bundle(bundle_path, digest=given_digest(), require_signature=given_trusted_files(), deltas=deltas)
 
 
-def open_listed_argument(path: str, *extras: str) -> Bundle | Delta:
-    """Open the bundle or the delta at a path or URL of the command line."""
+def open_listed_argument(path: str, *extras: str) -> Listed:
+    """Open the bundle, the delta or the adapter at a path or URL of the command line."""
     if given_deltas() or given_trusted_files():
         return open_argument(path, *extras)
     require_packages([path], *extras)

@@ -39,7 +39,7 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Sign a bundle or a delta.
+    """Sign a bundle, a delta or an adapter.
 
     All files are compared with their digests and all rules are checked. Then a signature over all files is written into the bundle, as
     model.sig, by the model signing of OpenSSF: 'model_signing verify key' and 'model_signing verify certificate' verify it too. Every

@@ -10,8 +10,9 @@ from stagepack.cli.failures import Failure
 from stagepack.cli.output import counted_progress, finite, print_json, print_line, progress
 from stagepack.cli.run_options import RUNTIMES, runtime_name_of_each_stage
 from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, DELTAS, IMPORTS, JSON, RTOL, BundleOptions, open_listed_argument
-from stagepack.deltas.delta import Delta
+from stagepack.documents import Listed
 from stagepack.errors import FormatError, SignatureError
+from stagepack.format.manifest_codec import kind_name
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.opening import verify_bundle
@@ -52,7 +53,7 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Check a bundle or a delta against its digests and the format rules.
+    """Check a bundle, a delta or an adapter against its digests and the format rules.
 
     Every file must have the digest that the manifest lists, and every graph must follow the rules of the format. Needs no torch
     without --run, and does not check rule G16 then: whether the operators return what the graphs state. 'load' checks it.
@@ -107,12 +108,13 @@ def _replay(bundle: Bundle, options: _Options) -> Difference:
     return replay_example(pipeline, Tolerance(options.rtol, options.atol))
 
 
-def _verified_bundle(options: _Options, facts: dict[str, Any]) -> "tuple[Bundle | Delta, VerifiedSignature | None]":
+def _verified_bundle(options: _Options, facts: dict[str, Any]) -> "tuple[Listed, VerifiedSignature | None]":
     """Open a bundle and verify it; with `--json`, `facts` are printed with the problems if there are any."""
     try:
         bundle = open_listed_argument(options.bundle_path)
-        if options.with_run and isinstance(bundle, Delta):
-            raise click.UsageError("--run is for bundles: verify the base with --delta")
+        if options.with_run and not isinstance(bundle, Bundle):
+            found = kind_name(bundle.document_format)
+            raise click.UsageError(f"--run is for bundles, found {found}: load its base with it")
         with counted_progress("verifying the bundle", sum(file.size for file in bundle.listed)) as count_bytes:
             signers = [*options.signers, *options.older_names] or None
             signature = verify_bundle(bundle, require_signature=signers, strict=options.strict, progress=count_bytes)

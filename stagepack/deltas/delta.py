@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Final
 
 from stagepack.deltas.document import DELTA_FORMAT, RESULT_NAME, ChangedFile, DeltaDocument
@@ -17,8 +16,6 @@ from stagepack.format.file_source import FileSource
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import DocumentKind, parse_document, parse_manifest
-from stagepack.format.own_folders import document_format, folder_format
-from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, raise_problems, rule_error
 
 DELTA: Final = DocumentKind(DELTA_FORMAT, DeltaDocument, check_document)
@@ -141,17 +138,3 @@ def _size_problems(document: DeltaDocument, manifest: Manifest) -> list[Problem]
             message = f"expected a file of at least {end} bytes in the result, found {'none' if size is None else size}"
             problems.append(Problem(rule="Y7", where=changed.name[:200], message=message))
     return problems
-
-
-def open_listed(path: str | os.PathLike[str], *, source: FileSource | None = None) -> Bundle | Delta:
-    """Open what a folder has: a delta, or else a bundle."""
-    if folder_format(Path(path)) == DELTA_FORMAT:
-        return Delta(path, source=source)
-    return Bundle(path, source=source)
-
-
-def parse_listed(content: bytes, location: str) -> Manifest | DeltaDocument:
-    """Decode and check the document of a delta, or else of a bundle."""
-    if document_format(content) == DELTA_FORMAT:
-        return parse_document(content, location, DELTA)
-    return parse_manifest(content, location)

@@ -1,26 +1,22 @@
 """The files of a bundle: the manifest, which is read when a bundle is opened, and the others on request."""
 
 import bisect
-import contextlib
 import errno
 import itertools
 import os
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from stagepack.errors import NotABundleError, StagepackError
 from stagepack.format import limits
-from stagepack.format.chunk_reads import Fill
 from stagepack.format.chunks import File
-from stagepack.format.file_checks import NotPlainFileError, near_path_hint, open_plain_file, read_limited
-from stagepack.format.file_source import FileSource, FileStream
+from stagepack.format.file_checks import NotPlainFileError, near_path_hint, read_limited
+from stagepack.format.file_source import FileSource
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest import Manifest
-from stagepack.format.manifest_codec import parse_manifest
-from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME
-from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_weight_header
+from stagepack.format.manifest_codec import parse_files, parse_manifest
+from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME, PEFT_SETTINGS_NAME
 
 # What opening a file fails with if there is none, or a link to itself or a socket.
 _NO_PLAIN_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
@@ -43,6 +39,11 @@ def read_document(folder: Path, kind: str) -> bytes:
         raise NotABundleError(f"{path}: cannot be read: {error.strerror or error} [M1]") from None
 
 
+def read_file_list(folder: Path) -> tuple[File, ...]:
+    """Read the list of the files of a folder, whatever kind of document it has; see `parse_files`."""
+    return parse_files(read_document(folder, "bundle"))
+
+
 def _found_at(folder: Path, manifest_path: Path) -> str:
     """What is at a path that is no bundle."""
     if not os.path.lexists(folder):
@@ -57,6 +58,8 @@ def _found_at(folder: Path, manifest_path: Path) -> str:
         return f"a file: give its folder {folder.parent}" if folder.name == MANIFEST_NAME else "a file"
     if os.path.lexists(manifest_path):
         return "something else of this name"
+    if (folder / PEFT_SETTINGS_NAME).exists():
+        return "the folder of an adapter of peft: write it for its bundle by stagepack adapter"
     if any((folder / file_name).exists() for file_name in (MODEL_CONFIG_NAME, "modules.json")):
         return "the folder of a Hugging Face model: write its bundle by stagepack export"
     return "a folder without it"
@@ -124,60 +127,3 @@ class BundleFiles(ListedFiles):
             for tensor in tensors.values()
             if (before := bisect.bisect_left(starts, tensor.end)) and ends[before - 1] > tensor.start
         ]
-
-    def stream(self, file_names: Iterable[str]) -> FileStream | None:
-        """Begin to download files of a remote bundle; return a handle that reads them while they arrive. None for a local bundle.
-
-        Args:
-            file_names: the names of files that the manifest lists, in the order in which they are needed.
-
-        Raises:
-            FileNotListedError: the manifest does not list a file.
-        """
-        entries = [self._entry(file_name) for file_name in dict.fromkeys(file_names)]
-        return None if self.source is None or self.patches is not None else self.source.stream(entries)
-
-    def read_headers(
-        self, file_names: Iterable[str], stream: FileStream | None = None
-    ) -> list[tuple[str, dict[str, StoredTensor]]]:
-        """Read the headers of weight files.
-
-        Args:
-            file_names: the names of the weight files.
-            stream: reads files while they are downloaded, from `stream`; None to download them first.
-
-        Returns:
-            The name of each file, and its tensors by name, in the order of the file.
-
-        Raises:
-            FileNotListedError: the manifest does not list a file.
-            DigestError: a file is missing, cannot be read, or has another size.
-            FormatError: a header breaks a rule.
-            RemoteError, WriteError: see `fetch`.
-        """
-        file_names = tuple(file_names)
-        if stream is None:
-            self.fetch(file_names)
-        return [(file_name, self._read_header(self._entry(file_name), stream)) for file_name in file_names]
-
-    def _read_header(self, entry: File, stream: FileStream | None) -> dict[str, StoredTensor]:
-        if stream is not None:
-            return _parse_header(partial(stream.read_into, entry.name), entry)
-        if self.patches is None:
-            with open_plain_file(self.path, entry) as file:
-                return parse_weight_header(file, entry.name)
-        with contextlib.ExitStack() as open_files:
-            return _parse_header(self.open_read(open_files, entry.name).fill, entry)
-
-
-def _parse_header(fill: Fill, entry: File) -> dict[str, StoredTensor]:
-    position = 0
-
-    def read(byte_count: int) -> bytes:
-        nonlocal position
-        content = bytearray(min(byte_count, entry.size - position))
-        fill(position, memoryview(content))
-        position += len(content)
-        return bytes(content)
-
-    return parse_header_bytes(read, entry.size, entry.name)

@@ -1,21 +1,31 @@
-"""Files of a folder that a document lists with their digests: those of a bundle, or of a delta. They are read on request."""
+"""Files of a folder that a document lists with their digests: of a bundle, a delta or an adapter. They are read on request."""
 
 import contextlib
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from stagepack.errors import DigestError, FileNotListedError, Problem
 from stagepack.format import limits
-from stagepack.format.chunk_reads import ByteProgress, FileRead
+from stagepack.format.chunk_reads import ByteProgress, FileRead, Fill
 from stagepack.format.chunks import File, check_content
-from stagepack.format.file_checks import FileVersion, check_digests, open_read, read_listed_file, read_plain_file
-from stagepack.format.file_source import FilePatches, FileSource
+from stagepack.format.file_checks import (
+    FileVersion,
+    check_digests,
+    open_plain_file,
+    open_read,
+    read_listed_file,
+    read_plain_file,
+)
+from stagepack.format.file_source import FilePatches, FileSource, FileStream
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names, raise_problems, rule_error
+from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_weight_header
+
+_PIECE_BYTES: Final = 8 * 2**20
 
 
 class ListedFiles(ABC):
@@ -116,6 +126,16 @@ class ListedFiles(ABC):
     def open_read(self, open_files: contextlib.ExitStack, file_name: str) -> FileRead:
         """Open a file until the end of a ``with`` statement, to read it by chunk."""
         return open_read(open_files, self.path, self._entry(file_name), self.patches)
+
+    def pieces(self, file_name: str, start: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes of a file from one position to another, without a comparison with its digest."""
+        self.fetch([file_name])
+        with contextlib.ExitStack() as open_files:
+            read = self.open_read(open_files, file_name)
+            for position in range(start, end, _PIECE_BYTES):
+                content = bytearray(min(_PIECE_BYTES, end - position))
+                read.fill(position, memoryview(content))
+                yield bytes(content)
 
     def read_signature(self) -> bytes | None:
         """Return the content of ``model.sig``, the signature over all other files; None if the bundle has none. It is not verified.
@@ -226,8 +246,65 @@ class ListedFiles(ABC):
         self.source.fetch(damaged)
         return True
 
+    def stream(self, file_names: Iterable[str]) -> FileStream | None:
+        """Begin to download files of a remote bundle; return a handle that reads them while they arrive. None for a local bundle.
+
+        Args:
+            file_names: the names of files that the manifest lists, in the order in which they are needed.
+
+        Raises:
+            FileNotListedError: the manifest does not list a file.
+        """
+        entries = [self._entry(file_name) for file_name in dict.fromkeys(file_names)]
+        return None if self.source is None or self.patches is not None else self.source.stream(entries)
+
+    def read_headers(
+        self, file_names: Iterable[str], stream: FileStream | None = None
+    ) -> list[tuple[str, dict[str, StoredTensor]]]:
+        """Read the headers of weight files.
+
+        Args:
+            file_names: the names of the weight files.
+            stream: reads files while they are downloaded, from `stream`; None to download them first.
+
+        Returns:
+            The name of each file, and its tensors by name, in the order of the file.
+
+        Raises:
+            FileNotListedError: the manifest does not list a file.
+            DigestError: a file is missing, cannot be read, or has another size.
+            FormatError: a header breaks a rule.
+            RemoteError, WriteError: see `fetch`.
+        """
+        file_names = tuple(file_names)
+        if stream is None:
+            self.fetch(file_names)
+        return [(file_name, self._read_header(self._entry(file_name), stream)) for file_name in file_names]
+
+    def _read_header(self, entry: File, stream: FileStream | None) -> dict[str, StoredTensor]:
+        if stream is not None:
+            return _parse_header(partial(stream.read_into, entry.name), entry)
+        if self.patches is None:
+            with open_plain_file(self.path, entry) as file:
+                return parse_weight_header(file, entry.name)
+        with contextlib.ExitStack() as open_files:
+            return _parse_header(self.open_read(open_files, entry.name).fill, entry)
+
     def _entry(self, file_name: str) -> File:
         if file_name not in self.files:
             listed = format_names(sorted(self.files))
             raise FileNotListedError(f"{self.location}: expected one of the files {listed}, found {file_name[:200]!r}")
         return self.files[file_name]
+
+
+def _parse_header(fill: Fill, entry: File) -> dict[str, StoredTensor]:
+    position = 0
+
+    def read(byte_count: int) -> bytes:
+        nonlocal position
+        content = bytearray(min(byte_count, entry.size - position))
+        fill(position, memoryview(content))
+        position += len(content)
+        return bytes(content)
+
+    return parse_header_bytes(read, entry.size, entry.name)

@@ -1,4 +1,4 @@
-"""Encode, decode and check the manifest as JSON (SPEC E1 to E3). The document of a delta is encoded alike.
+"""Encode, decode and check the manifest as JSON (SPEC E1 to E3). Documents of deltas and of adapters are encoded alike.
 
 Law: a manifest that is decoded and encoded again has the same fields in the same order.
 """
@@ -13,19 +13,27 @@ import msgspec
 
 from stagepack.errors import NotABundleError, Problem
 from stagepack.format import limits
+from stagepack.format.chunks import File
 from stagepack.format.manifest import Manifest
 from stagepack.format.rules import MANIFEST_NAME, parse_json, raise_problems, refuse_encoding, rule_error, typed_errors
 from stagepack.format.upgrade import check_version, is_newer_minor
-from stagepack.format.validate.manifest_rules import check_manifest
+from stagepack.format.validate.manifest_rules import check_files, check_manifest
 
 Document = TypeVar("Document", bound=msgspec.Struct)
 
 ZERO_DIGEST = "0" * 64
 BUNDLE_FORMAT: Final = "stagepack"
-# What to do with a folder of another format than the expected one.
-_CURES: Final = {
-    BUNDLE_FORMAT: "it is a bundle",
-    "stagepack delta": "it is a delta: apply it to its base (stagepack apply, or the argument deltas= of load)",
+# What a folder of each format is, and what to do with it where another one is expected.
+_KINDS: Final = {
+    BUNDLE_FORMAT: ("a bundle", "give one that was made for it (stagepack delta, stagepack adapter)"),
+    "stagepack delta": (
+        "a delta",
+        "apply it to its base (stagepack apply), or load the base with it (deltas=, --delta)",
+    ),
+    "stagepack adapter": (
+        "an adapter",
+        "load its base with it (adapters=, --adapter), or merge it into its base (stagepack adapter --merge)",
+    ),
 }
 _DIGEST_FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
 
@@ -49,6 +57,28 @@ class DocumentKind(NamedTuple, Generic[Document]):
 
 
 BUNDLE: Final = DocumentKind(BUNDLE_FORMAT, Manifest, check_manifest)
+
+
+class _FileList(msgspec.Struct):
+    """The field that documents of all kinds have."""
+
+    files: tuple[File, ...]
+
+
+def kind_name(document_format: str) -> str:
+    """Return what a folder of a format is: "a bundle", "a delta" or "an adapter"."""
+    return _KINDS[document_format][0]
+
+
+def kind_noun(document_format: str) -> str:
+    """Return what a folder of a format is, without an article."""
+    return kind_name(document_format).partition(" ")[2]
+
+
+def other_kind_error(location: str, expected: str, found_format: str, rule: str = "M1") -> NotABundleError:
+    """Return the error for a folder of another kind than `expected`, such as "a bundle"."""
+    name, use = _KINDS[found_format]
+    return NotABundleError(f"{location}: expected {expected}, found {name}: {use} [{rule}]")
 
 
 def encode_manifest(manifest: msgspec.Struct) -> bytes:
@@ -83,23 +113,43 @@ def convert_document(fields: Any, kind: DocumentKind[Document]) -> Document:
 
 def parse_fields(content: bytes, location: str, kind: DocumentKind[Any]) -> Any:
     """Decode a document to plain containers, after its version and its digest are compared."""
-    document_format, file_name = kind.document_format, kind.file_name
+    document_format = kind.document_format
+    fields = _decode(content, kind.file_name)
+    found = fields.get("format") if isinstance(fields, dict) else None
+    if found != document_format:
+        if isinstance(found, str) and found in _KINDS:
+            raise other_kind_error(location, kind_name(document_format), found, kind.rule)
+        raise NotABundleError(
+            f'{location}: not a {document_format} manifest: expected the field "format": "{document_format}" [{kind.rule}]'
+        )
+    _check_seal(fields, content, kind.file_name)
+    return fields
+
+
+def parse_files(content: bytes) -> tuple[File, ...]:
+    """Return the files that a document of any kind lists. Its version and its digest are compared, and nothing else of it is checked."""
+    fields = _decode(content, MANIFEST_NAME)
+    _check_seal(fields, content, MANIFEST_NAME)
+    with typed_errors(MANIFEST_NAME, "JSON"):
+        files = msgspec.convert(fields, _FileList).files
+    raise_problems(Problem(rule=rule, where=where, message=message) for rule, where, message in check_files(files))
+    return files
+
+
+def _decode(content: bytes, file_name: str) -> Any:
     if len(content) > limits.MANIFEST_BYTES:
         message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}"
         raise rule_error("L1", file_name, message)
-    fields = parse_json(content, file_name)
-    found = fields.get("format") if isinstance(fields, dict) else None
-    if found != document_format:
-        hint = f", found {found!r}: {_CURES[found]}" if isinstance(found, str) and found in _CURES else ""
-        raise NotABundleError(
-            f'{location}: not a {document_format} manifest: expected the field "format": "{document_format}"{hint} [{kind.rule}]'
-        )
+    return parse_json(content, file_name)
+
+
+def _check_seal(fields: Any, content: bytes, file_name: str) -> None:
+    """Compare the version of a document with those that this code reads, and its digest with its content."""
     check_version(fields, file_name)
     stated_digest, actual_digest = stated_and_actual_digest(content)
     if stated_digest != actual_digest:
         message = f"the manifest states the sha256 {stated_digest}, found {actual_digest}: the file was changed"
         raise rule_error("D3", file_name, message)
-    return fields
 
 
 def stated_and_actual_digest(manifest: bytes) -> tuple[str | None, str]:

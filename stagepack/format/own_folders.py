@@ -8,9 +8,9 @@ from typing import Final
 
 from stagepack.errors import OutputExistsError, StagepackError, WriteError
 from stagepack.format import limits
-from stagepack.format.bundle_files import BundleFiles
+from stagepack.format.bundle_files import read_file_list
 from stagepack.format.file_checks import read_plain_file
-from stagepack.format.manifest_codec import BUNDLE_FORMAT
+from stagepack.format.manifest_codec import BUNDLE_FORMAT, kind_name
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, SIGNATURE_NAME, format_names
 
 # The first field of a manifest. A damaged manifest begins with it too.
@@ -21,13 +21,11 @@ _WRITTEN_NAME: Final = re.compile(
 )
 
 
-def is_bundle_folder(path: Path) -> bool:
-    """Whether a folder is a bundle, possibly a damaged one. Other folders, or with a manifest that cannot be read, must not be removed."""
-    return folder_format(path) == BUNDLE_FORMAT
-
-
 def folder_format(path: Path) -> str | None:
-    """The format of what stagepack has written into a folder, as its document states it, possibly damaged; None for other folders."""
+    """The format of what stagepack has written into a folder, as its document states it, possibly damaged; None for other folders.
+
+    Other folders, or with a manifest that cannot be read, must not be removed.
+    """
     manifest_path = path / MANIFEST_NAME
     with contextlib.suppress(OSError):
         if manifest_path.is_file():
@@ -46,8 +44,9 @@ def check_replaceable(path: Path, document_format: str = BUNDLE_FORMAT) -> None:
     """Refuse to replace or remove a folder unless it is of a format as stagepack writes it."""
     check_no_link(path)
     if folder_format(path) != document_format:
-        kind = document_format.removeprefix("stagepack").strip() or "bundle"
-        raise OutputExistsError(f"{path}: exists and is not a {kind}, so it is not overwritten: choose another name")
+        raise OutputExistsError(
+            f"{path}: exists and is not {kind_name(document_format)}, so it is not overwritten: choose another name"
+        )
     check_no_cache(path)
     if links := sorted(entry.name for entry in os.scandir(path) if entry.is_symlink()):
         raise OutputExistsError(
@@ -91,12 +90,13 @@ def check_outside_bundles(path: Path, kind: str = "a path") -> None:
 
 
 def other_files(path: Path) -> list[str]:
-    """Return the names in the folder of a bundle that are not of the bundle.
+    """Return the names in a folder that are not of its bundle, delta or adapter.
 
     If its manifest is damaged, they are the names that stagepack gives to no file, and that the manifest does not mention.
     """
     try:
-        return BundleFiles(path).unlisted_files()
+        own_names = {MANIFEST_NAME, SIGNATURE_NAME, *(entry.name for entry in read_file_list(path))}
+        return sorted(set(os.listdir(path)) - own_names)
     except StagepackError:
         pass
     content = b""

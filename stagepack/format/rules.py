@@ -17,6 +17,8 @@ from stagepack.format import limits
 MANIFEST_NAME = "manifest.json"
 # The configuration of a model of transformers, beside its weights or in a bundle.
 MODEL_CONFIG_NAME = "config.json"
+# The settings of an adapter of peft, in its own folder.
+PEFT_SETTINGS_NAME = "adapter_config.json"
 SIGNATURE_NAME = "model.sig"
 INDEX_NAME = "model.safetensors.index.json"
 PADDING_PREFIX = "__padding__"

@@ -21,7 +21,14 @@ from stagepack.format.chunks import File
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
-from stagepack.format.manifest_codec import BUNDLE, BUNDLE_FORMAT, Document, DocumentKind, encode_manifest
+from stagepack.format.manifest_codec import (
+    BUNDLE,
+    BUNDLE_FORMAT,
+    Document,
+    DocumentKind,
+    encode_manifest,
+    kind_noun,
+)
 from stagepack.format.output_file import TemporaryFolder, remove_folder, replace_folder, siblings
 from stagepack.format.own_folders import check_outside_bundles, check_replaceable, folder_format, other_files
 from stagepack.format.rules import (
@@ -63,8 +70,8 @@ def check_output_path(
         check_replaceable(path, document_format)
         if lost_files := [file_name for file_name in other_files(path) if file_name not in absorbed_names]:
             raise OutputExistsError(
-                f"{out}: has files that are not of the bundle, and would be lost: {format_names(lost_files)}: move them out of the folder, "
-                "or choose another name"
+                f"{out}: has files that are not of the {kind_noun(document_format)}, and would be lost: {format_names(lost_files)}: move "
+                "them out of the folder, or choose another name"
             )
     check_outside_bundles(path)
     if not path.parent.is_dir():
@@ -239,7 +246,8 @@ class BundleWriter:
         self._is_renamed = True
         synchronize(self._out.parent)
         if loses_signature:
-            message = f"{self._out}: the bundle was signed, and is not any more, because it has changed: sign it again (stagepack sign)"
+            noun = kind_noun(self._kind.document_format)
+            message = f"{self._out}: the {noun} was signed, and is not any more, because it has changed: sign it again (stagepack sign)"
             warn_caller(ExportWarning(message))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from stagepack.errors import StagepackError
-from stagepack.format.bundle_files import read_manifest
+from stagepack.format.bundle_files import read_file_list
 from stagepack.format.chunks import File
 from stagepack.format.output_file import remove_folder
 from stagepack.format.own_folders import other_files
@@ -121,7 +121,7 @@ def keep_newest_bundles(cache: Cache, count: int) -> None:
     kept_digests = set()
     for bundle in bundles[:count]:
         with contextlib.suppress(StagepackError):
-            kept_digests |= {entry.blake3 for entry in read_manifest(cache.bundle_folder(bundle.digest)).files}
+            kept_digests |= {entry.blake3 for entry in read_file_list(cache.bundle_folder(bundle.digest))}
     for path in _own_entries(cache, "files"):
         if path.stem not in kept_digests:
             with contextlib.suppress(FileNotFoundError), _exclusive_lock(path) as is_locked:

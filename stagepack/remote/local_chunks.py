@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from stagepack.errors import StagepackError
-from stagepack.format.bundle_files import read_manifest
+from stagepack.format.bundle_files import read_file_list
 from stagepack.format.chunks import File, FileChunk, file_chunks
 from stagepack.format.file_checks import open_regular_file
-from stagepack.format.own_folders import is_bundle_folder
+from stagepack.format.own_folders import folder_format
 from stagepack.remote.composed_chunks import ComposedChunks
 
 # Each read is compared with the digest, and a bundle that was changed in place differs: more places would take time for nothing.
@@ -57,7 +57,7 @@ class LocalChunks:
 def _listed_files(folder: Path) -> Iterator[tuple[Path, File]]:
     """Yield the files of a bundle that are there, or being downloaded if it is in a cache."""
     try:
-        entries = read_manifest(folder).files
+        entries = read_file_list(folder)
     except (OSError, StagepackError):
         return
     for entry in entries:
@@ -74,6 +74,7 @@ def neighbours(path: Path) -> list[Path]:
         for entry in itertools.islice(entries, _MOST_ENTRIES):
             folder = Path(entry.path)
             with contextlib.suppress(OSError):  # a link to itself
-                if folder != path and not entry.name.startswith(".") and entry.is_dir() and is_bundle_folder(folder):
+                is_candidate = folder != path and not entry.name.startswith(".") and entry.is_dir()
+                if is_candidate and folder_format(folder) is not None:
                     changed_at.append((entry.stat().st_mtime, folder))
     return [path, *(folder for _, folder in sorted(changed_at, reverse=True))]

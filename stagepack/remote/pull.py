@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from stagepack.deltas.delta import Delta, open_listed
+from stagepack.documents import Listed, open_listed
 from stagepack.errors import OutputExistsError, StagepackError, WriteError
 from stagepack.format.file_writing import synchronize
 from stagepack.format.output_file import remove_folder, replace_folder
 from stagepack.format.own_folders import check_no_link, check_outside_bundles, folder_format, other_files
 from stagepack.format.quantities import format_bytes
-from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.format.writer import check_output_path
 from stagepack.remote.cache import Cache, DiskFullError, default_cache_folder
@@ -38,7 +37,7 @@ def pull(
     *,
     digest: str | None = None,
     overwrite: bool = False,
-) -> tuple[Bundle | Delta, bool]:
+) -> tuple[Listed, bool]:
     """Download a bundle into a folder, with its signature if it has one. Every chunk is compared with its digest.
 
     The files come into the folder ``.NAME.download`` beside the output, which is renamed when all are there. If the download is
@@ -63,7 +62,7 @@ def pull(
 
 def _pull_once(
     url: BundleUrl, path: Path, download_folder: Path, *, digest: str | None, overwrite: bool
-) -> tuple[Bundle | Delta, bool]:
+) -> tuple[Listed, bool]:
     if digest is not None and (present := _find_present(path, digest)) is not None:
         return _finished(present, download_folder), False
     check_no_link(path)
@@ -72,7 +71,7 @@ def _pull_once(
     check_outside_bundles(path)
     _check_own_folder(download_folder)
     cache = Cache(download_folder, cure="choose another output")
-    remote: Bundle | Delta | None = None
+    remote: Listed | None = None
     try:
         remote = _open_source(url, cache, digest, path)
         digest = remote.digest
@@ -104,7 +103,7 @@ def _pull_once(
     return _finished(open_listed(path), download_folder), True
 
 
-def _open_source(url: BundleUrl, cache: Cache, digest: str | None, path: Path) -> Bundle | Delta:
+def _open_source(url: BundleUrl, cache: Cache, digest: str | None, path: Path) -> Listed:
     """Open the bundle in the folder of downloads. Files come from a snapshot in the Hub's cache if the Hub must not be asked."""
     snapshot = find_snapshot(url) if url.scheme == HUB_SCHEME and is_offline() else None
     remote = open_in_cache(
@@ -133,7 +132,7 @@ def _check_output(path: Path, url: BundleUrl, document_format: str, *, overwrite
         )
 
 
-def _full_disk_error(path: Path, bundle: Bundle | Delta | None, error: DiskFullError) -> WriteError:
+def _full_disk_error(path: Path, bundle: Listed | None, error: DiskFullError) -> WriteError:
     """The error for a download that did not fit on the disk, and was removed."""
     needed = (
         "" if bundle is None else f"the bundle needs {format_bytes(sum(file.size for file in bundle.listed))}, and "
@@ -145,7 +144,7 @@ def _full_disk_error(path: Path, bundle: Bundle | Delta | None, error: DiskFullE
     )
 
 
-def _find_present(path: Path, digest: str) -> Bundle | Delta | None:
+def _find_present(path: Path, digest: str) -> Listed | None:
     """Return the bundle in a folder if it has a digest, and all its files are undamaged."""
     if path.is_symlink() or folder_format(path) is None:
         return None
@@ -159,7 +158,7 @@ def _find_present(path: Path, digest: str) -> Bundle | Delta | None:
     return None
 
 
-def _finished(bundle: Bundle | Delta, download_folder: Path) -> Bundle | Delta:
+def _finished(bundle: Listed, download_folder: Path) -> Listed:
     """Remove what this or a former download has left."""
     _remove_downloads(download_folder)
     return bundle

@@ -8,10 +8,12 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from stagepack.deltas.delta import Delta, parse_listed
-from stagepack.errors import FormatError, NotABundleError, RemoteError, VersionError
+from stagepack.adapter.opened import OpenAdapter
+from stagepack.deltas.delta import Delta
+from stagepack.documents import Listed
+from stagepack.errors import FormatError, RemoteError, VersionError
 from stagepack.format import limits
-from stagepack.format.reader import Bundle
+from stagepack.format.manifest_codec import parse_files
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.hub import error_reason, open_hub_store
 from stagepack.remote.store import FetchError
@@ -21,7 +23,7 @@ from stagepack.terminal import byte_progress
 CARD_NAME: Final = "README.md"
 
 
-def push(bundle: Bundle | Delta, url: BundleUrl, *, private: bool | None, message: str | None) -> str:
+def push(bundle: Listed, url: BundleUrl, *, private: bool | None, message: str | None) -> str:
     """Upload a bundle to the Hugging Face Hub, in one commit.
 
     The repository is created if it does not exist. Files of an older bundle that the new one does not have are removed; the model card
@@ -49,7 +51,7 @@ def push(bundle: Bundle | Delta, url: BundleUrl, *, private: bool | None, messag
 
 
 def _operations(
-    api: HfApi, bundle: Bundle | Delta, url: BundleUrl, location: HubLocation
+    api: HfApi, bundle: Listed, url: BundleUrl, location: HubLocation
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """What the commit adds and removes."""
     prefix = location.path("")
@@ -81,8 +83,8 @@ def _old_file_names(url: BundleUrl) -> set[str]:
     """The files of the bundle that the repository has now; none if it cannot be read."""
     try:
         content = open_hub_store(url).read_small(MANIFEST_NAME, limits.MANIFEST_BYTES)
-        return {file.name for file in parse_listed(content, MANIFEST_NAME).files}
-    except (FetchError, FormatError, NotABundleError, VersionError):
+        return {file.name for file in parse_files(content)}
+    except (FetchError, FormatError, VersionError):
         return set()
 
 
@@ -94,7 +96,7 @@ tags:
 """
 
 
-def _card(bundle: Bundle | Delta, url: BundleUrl) -> str:
+def _card(bundle: Listed, url: BundleUrl) -> str:
     """The text of a model card."""
     if isinstance(bundle, Delta):
         return f"""{_CARD_START}
@@ -107,6 +109,18 @@ pipeline = stagepack.load("model.stagepack", deltas=["{url}"])
 ```
 
 The digest of the bundle that it makes is `{bundle.result}`.
+"""
+    if isinstance(bundle, OpenAdapter):
+        return f"""{_CARD_START}
+An adapter of a [stagepack](https://pypi.org/project/stagepack/) bundle of the digest `{bundle.base}`.
+
+```python
+import stagepack
+
+pipeline = stagepack.load("model.stagepack", adapters={{"name": "{url}"}})
+```
+
+The digest of the adapter is `{bundle.digest}`.
 """
     return f"""{_CARD_START}
 A model in {len(bundle.stages)} pipeline stages, as a [stagepack](https://pypi.org/project/stagepack/) bundle: graphs and weights, without

@@ -1,4 +1,4 @@
-"""Bundles and deltas at a URL, whose files come into a cache when they are needed."""
+"""Bundles, deltas and adapters at a URL, whose files come into a cache when they are needed."""
 
 import contextlib
 import os
@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from stagepack.deltas.delta import DELTA, Delta, open_listed, parse_listed
+from stagepack.deltas.delta import DELTA, Delta
+from stagepack.documents import Listed, open_listed, parse_listed
 from stagepack.errors import FormatError, NotABundleError, RemoteError, StagepackError
 from stagepack.format import limits
 from stagepack.format.bundle_files import read_manifest
@@ -190,8 +191,8 @@ def _ignore(*_: object) -> None:
 
 def open_url(
     url: BundleUrl, cache: Cache, *, digest: str | None = None, storage_options: Mapping[str, Any] | None = None
-) -> Bundle | Delta:
-    """Open a bundle or a delta at a URL; only its manifest is downloaded.
+) -> Listed:
+    """Open a bundle, a delta or an adapter at a URL; only its manifest is downloaded.
 
     With ``HF_HUB_OFFLINE``, a bundle of the Hub is the snapshot in the Hub's own cache, as it is for transformers; or the one that was
     opened last from this URL.
@@ -221,8 +222,8 @@ def open_in_cache(
     storage_options: Mapping[str, Any] | None = None,
     open_store: Callable[[], RemoteStore],
     bundle_folders: Callable[[], Iterable[Path]],
-) -> Bundle | Delta:
-    """Open a bundle or a delta whose files come from a store into a cache."""
+) -> Listed:
+    """Open a bundle, a delta or an adapter whose files come from a store into a cache."""
     location = str(url)
     # Another process may remove the bundle from the cache before this one has locked it.
     while True:

@@ -4,7 +4,6 @@ All fields of all types are compared, those too that later versions add: what is
 bundles whose digests differ are never equal.
 """
 
-import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from stagepack.format.threads import map_in_threads
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.model_assembly import join_stages
 from stagepack.roads.stored_bundle import read_entry_point
-
-_PIECE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,14 +225,9 @@ def _is_same_content(first: _Model, second: _Model, first_weight: Weight, second
 
 
 def _content(model: _Model, weight: Weight) -> Iterator[bytes]:
-    """Yield the bytes of the stored tensor of a weight."""
+    """The bytes of the stored tensor of a weight."""
     path, stored = model.locations[weight.stored]
-    with contextlib.ExitStack() as open_files:
-        read = model.bundle.open_read(open_files, path.name)
-        for start in range(stored.start, stored.end, _PIECE_BYTES):
-            content = bytearray(min(_PIECE_BYTES, stored.end - start))
-            read.fill(start, memoryview(content))
-            yield bytes(content)
+    return model.bundle.pieces(path.name, stored.start, stored.end)
 
 
 # The names of files; what they have is compared.

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import torch
 
-from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX, DOCUMENT_NAME, LowRankChange
+from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX, TENSORS_NAME, LowRankChange
 from stagepack.adapter.names import weights_by_name
-from stagepack.adapter.opened import OpenAdapter, open_adapter
-from stagepack.adapter.peft_folder import SETTINGS_NAME
+from stagepack.adapter.opened import OpenAdapter
 from stagepack.adapter.rewrite import computing_dtype
 from stagepack.adapter.uses import find_uses
-from stagepack.adapter.write import write_adapter
 from stagepack.capture.checkpoint import CheckpointTensor
 from stagepack.errors import AdapterError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Weight
+from stagepack.format.own_folders import folder_format
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import PEFT_SETTINGS_NAME
 from stagepack.format.weights import StoredTensor
-from stagepack.opening import BundleSource, errors_name_bundle, opened
+from stagepack.opening import AdapterSource, BundleSource, errors_name_bundle, open_adapter, opened
+from stagepack.roads.adapter import write_adapter
 from stagepack.roads.replace import write_replaced
 from stagepack.roads.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_points
 
@@ -30,7 +31,7 @@ from stagepack.roads.stored_bundle import StoredEntryPoint, begin_rewriting, rea
 @errors_name_bundle
 def merge_adapter(
     bundle: BundleSource,
-    adapter: str | os.PathLike[str],
+    adapter: AdapterSource,
     *,
     out: str | os.PathLike[str],
     allow_ops: Collection[str] = (),
@@ -44,7 +45,7 @@ def merge_adapter(
 
     Args:
         bundle: the bundle that the adapter was made for.
-        adapter: the folder that `write_adapter` wrote, or that of peft.
+        adapter: the folder that `write_adapter` wrote, its URL, or an opened adapter; or the folder of peft.
         out: the folder to write.
         allow_ops: operators that may run for the example, see `stagepack.load`.
         overwrite: replace a bundle at `out`.
@@ -71,9 +72,10 @@ def merge_adapter(
 
 
 @contextlib.contextmanager
-def _opened_adapter(adapter: str | os.PathLike[str], base: Bundle) -> Iterator[OpenAdapter]:
+def _opened_adapter(adapter: AdapterSource, base: Bundle) -> Iterator[OpenAdapter]:
     """An adapter of a bundle, or of peft, which is written as one of the bundle first."""
-    if (Path(adapter) / DOCUMENT_NAME).exists() or not (Path(adapter) / SETTINGS_NAME).exists():
+    is_written = isinstance(adapter, OpenAdapter) or folder_format(Path(adapter)) is not None
+    if is_written or not (Path(adapter) / PEFT_SETTINGS_NAME).exists():
         found = open_adapter(adapter)
         found.check_base(base)
         found.verify()
@@ -150,7 +152,7 @@ class _Merging:
         return self._own_tensor(change.module + BIAS_SUFFIX, computing_dtype(bias.dtype)) * change.scale
 
     def _own_tensor(self, name: str, dtype: str) -> torch.Tensor:
-        path = self._adapter.path / self._adapter.document.file.name
+        path = self._adapter.path / TENSORS_NAME
         return _read(path, self._adapter.tensors[name]).to(getattr(torch, dtype))
 
 

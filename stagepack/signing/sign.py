@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model_signing import hashing, signing
 
-from stagepack.deltas.delta import Delta, open_listed
+from stagepack.documents import Listed, open_listed
 from stagepack.errors import OptionError, OutputExistsError, WriteError, named_errors
 from stagepack.format import limits
 from stagepack.format.chunk_reads import ByteProgress
@@ -17,7 +17,6 @@ from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest_codec import stated_and_actual_digest
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.own_folders import check_no_cache
-from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.url import is_url
 from stagepack.signing.keys import check_key
@@ -25,22 +24,22 @@ from stagepack.signing.signature_file import SignatureFile
 
 
 def sign_bundle(
-    bundle: str | os.PathLike[str] | Bundle | Delta,
+    bundle: str | os.PathLike[str] | Listed,
     *,
     key: str | os.PathLike[str],
     certificate: str | os.PathLike[str] | None = None,
     certificate_chain: Sequence[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     progress: ByteProgress | None = None,
-) -> Bundle | Delta:
-    """Sign a bundle or a delta, by the model signing of OpenSSF: a signature over all its files comes into ``model.sig`` in its folder.
+) -> Listed:
+    """Sign a bundle, a delta or an adapter, by the model signing of OpenSSF: a signature over all files comes into ``model.sig``.
 
     All files are compared with their digests and all rules are checked first. Every change of the bundle makes the signature invalid.
     ``model_signing verify key`` (or ``certificate``) verifies it too.
 
     Args:
-        bundle: the folder of the bundle or delta, or an opened one. The signature over a delta is over the manifest of its result too, and
-            so over the digests of all files of the result.
+        bundle: the folder of the bundle, delta or adapter, or an opened one. The signature over a delta is over the manifest of its
+            result too, and so over the digests of all files of the result. A signature over a bundle is not over its adapters.
         key: a PEM file with the private key, unencrypted, of the curve P-256, P-384 or P-521.
         certificate: a PEM file with the certificate of this key, which comes into the signature. It must allow digital signatures or the
             signing of code. Without it, the public key verifies the signature.
@@ -49,7 +48,7 @@ def sign_bundle(
         progress: called by several threads with the number of bytes that were compared with their digests.
 
     Returns:
-        The bundle or delta.
+        The bundle, delta or adapter.
 
     Raises:
         NotABundleError, VersionError, DigestError, FormatError: the bundle is not in order; see `Bundle.verify`.

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given

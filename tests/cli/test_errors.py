@@ -73,7 +73,7 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, 
         ("adapter empty --base BUNDLE --merge -o out", "empty: not an adapter of stagepack"),
         (
             "load BUNDLE --adapter empty",
-            "empty: not an adapter of stagepack: expected a folder with a file adapter.json",
+            "empty: not a stagepack adapter: expected a folder with a file manifest.json",
         ),
         ("load BUNDLE --adapter a=empty --adapter a=broken", "adapters: two have the name 'a'"),
         ("inspect BUNDLE --stage 9", "--stage: expected a stage from 0 to 2, found 9"),

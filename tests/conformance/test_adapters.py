@@ -17,13 +17,13 @@ from tests.conformance.vectors import TINY
 
 def answer(bundle: Path, adapter: Path, x: numpy.ndarray) -> numpy.ndarray:
     """What the bundle of the worked example answers with an adapter of plain linear layers."""
-    content = (adapter / "adapter.json").read_bytes()
+    content = (adapter / "manifest.json").read_bytes()
     document = json.loads(content)
     zeroed = content.replace(document["sha256"].encode(), b"0" * 64)
     assert hashlib.sha256(zeroed).hexdigest() == document["sha256"]
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert document["base"] == manifest["sha256"]
-    file = document["file"]
+    [file] = document["files"]
     assert blake3((adapter / file["name"]).read_bytes()).hexdigest() == file["blake3"]
     pairs = safetensors.numpy.load_file(adapter / file["name"])
     changes = {change["module"]: change for change in document["changes"]}

@@ -15,7 +15,7 @@ import msgpack
 import msgspec
 from blake3 import blake3
 
-from stagepack.adapter.opened import open_adapter
+from stagepack.adapter.opened import OpenAdapter
 from stagepack.deltas.changed_bytes import ChangedBytes
 from stagepack.deltas.delta import Delta
 from stagepack.deltas.document import ChangedFile, Part
@@ -188,20 +188,23 @@ def _read_onnx(case: Case, folder: Path) -> None:
     Bundle(editor.path).verify()
 
 
+def adapter_content(fields: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The document and the file of tensors of an adapter, from its document and its header; sizes and digests are made right."""
+    end = max((entry["data_offsets"][1] for entry in fields["header"].values()), default=0)
+    content = weight_file(encode_header(fields["header"]), bytes(end))
+    listed = {"size": len(content), "blake3": blake3(content).hexdigest()}
+    document = fields["document"]
+    document["files"] = [{"name": entry["name"], **listed, **entry} for entry in document["files"]]
+    return encode_manifest(document), content
+
+
 def _read_adapter(case: Case, folder: Path) -> None:
-    base = case.document()
-    header = encode_header(base["header"])
-    end = max((entry["data_offsets"][1] for entry in base["header"].values()), default=0)
-    content = weight_file(header, bytes(end))
+    document, content = adapter_content(case.document())
+    if not case.fields.get("sealed", True):
+        document = document.replace(json.loads(document)["sha256"].encode(), b"0" * 64)
+    (folder / "manifest.json").write_bytes(document)
     (folder / "adapter.safetensors").write_bytes(content)
-    digest = {"name": "adapter.safetensors", "size": len(content), "blake3": blake3(content).hexdigest()}
-    document = base["document"]
-    document["file"] = digest | document["file"]
-    if case.fields.get("sealed", True):
-        (folder / "adapter.json").write_bytes(encode_manifest(document))
-    else:
-        (folder / "adapter.json").write_text(json.dumps(document))
-    open_adapter(folder).verify()
+    OpenAdapter(folder).verify(strict=True)
 
 
 def _read_shape(case: Case, folder: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_folder_of_peft_is_refused(attack: str, made: Path, lora: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lora"]
 
 
-@pytest.mark.parametrize("name", ["adapter.json", "adapter.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", "adapter.safetensors"])
 def test_no_changed_byte_of_an_adapter_is_loaded(name: str, made: Path, lora: Path, tmp_path: Path) -> None:
     adapter = stagepack.write_adapter(made / "m.stagepack", lora, out=tmp_path / "a").path
     content = (adapter / name).read_bytes()
@@ -215,9 +215,9 @@ def test_a_change_that_no_stage_applies_is_refused(
         (bad / "adapter.safetensors").write_bytes(content)
         entry = file_entry("adapter.safetensors", len(content), [chunk_digest(content)])
     else:
-        entry = good.document.file
-    document = msgspec.structs.replace(good.document, changes=(change,), file=entry)
-    (bad / "adapter.json").write_bytes(encode_manifest(document))
+        [entry] = good.listed
+    document = msgspec.structs.replace(good.document, changes=(change,), files=(entry,))
+    (bad / "manifest.json").write_bytes(encode_manifest(document))
     with pytest.raises(AdapterError, match="which no stage of the bundle uses so"):
         stagepack.load(made / "m.stagepack", adapters=[good.path, bad])
 
@@ -231,7 +231,7 @@ def test_the_output_of_an_adapter_replaces_adapters_alone(made: Path, lora: Path
     (out / "mine.txt").touch()
     for path in (out, lora, bundle):
         before = sorted(path.iterdir())
-        with pytest.raises(OutputExistsError, match="is not an adapter of stagepack alone"):
+        with pytest.raises(OutputExistsError, match=r"is not an adapter|files that are not of the adapter"):
             stagepack.write_adapter(bundle, lora, out=path, overwrite=True)
         assert sorted(path.iterdir()) == before
     with pytest.raises(WriteError):

@@ -48,7 +48,7 @@ from stagepack_loaders.distributed.status import attribute_error
 from stagepack_loaders.options import (
     AUTO,
     DEFAULT_IN_FLIGHT,
-    AdapterFolders,
+    AdapterSources,
     Compile,
     LoadOptions,
     PlacementOptions,
@@ -76,7 +76,7 @@ def connect(
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
-    adapters: AdapterFolders = None,
+    adapters: AdapterSources = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
     limits: Limits | None = None,
     microbatch_size: int | None = None,

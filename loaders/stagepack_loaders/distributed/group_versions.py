@@ -14,7 +14,7 @@ from msgspec import structs
 from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.adapter_changes import listed_adapters
+from stagepack.named_adapters import adapter_texts
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.membership import VersionPlace
 from stagepack_loaders.distributed.staging import VersionDescription
@@ -79,7 +79,7 @@ class GroupVersions:
     ) -> StageVersion:
         """Have all processes load a version with the adapters of a bundle, and the weights of the one that runs."""
         description = VersionDescription(
-            number=0, base=running.number, name=running.name, adapters=listed_adapters(bundle)
+            number=0, base=running.number, name=running.name, adapters=adapter_texts(bundle)
         )
         return self._stage(front, running, description, bundle, report)
 

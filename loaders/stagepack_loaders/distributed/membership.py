@@ -15,12 +15,12 @@ from msgspec import Struct, structs
 from torch.distributed.distributed_c10d import Store
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
-from stagepack.adapter.folders import adapter_folders
 from stagepack.errors import OptionError, StagepackError, named_errors
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import adapter_texts, named_adapters
 from stagepack.partition.target_devices import TargetDevice
 from stagepack.terminal import byte_progress
 from stagepack_loaders.base import LoadedStage, Loading
@@ -161,9 +161,7 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
         devices=[str(device) for device in load.devices],
         allow_ops=list(load.allow_ops),
         compiled=None if load.compiled is None else os.path.abspath(load.compiled),
-        adapters=None
-        if load.adapters is None
-        else [f"{name}={folder.absolute()}" for name, folder in adapter_folders(load.adapters).items()],
+        adapters=None if load.adapters is None else [str(adapter) for adapter in named_adapters(load.adapters)],
     )
     options = GroupOptions(load=load, processes=processes, stall_seconds=limits.stall_seconds)
     try:
@@ -174,7 +172,7 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
 
 def with_adapters_of(bundle: Bundle, options: GroupOptions) -> GroupOptions:
     """Return options with which processes load the adapters of a bundle, which may have changed since the first start."""
-    adapters = bundle.folders if isinstance(bundle, AdaptedBundle) else None
+    adapters = adapter_texts(bundle) if isinstance(bundle, AdaptedBundle) else None
     return structs.replace(options, load=structs.replace(options.load, adapters=adapters))
 
 

@@ -33,7 +33,7 @@ from stagepack_loaders.distributed.stage_process import (
 from stagepack_loaders.distributed.status import ProcessEnd
 from stagepack_loaders.options import (
     DEFAULT_IN_FLIGHT,
-    AdapterFolders,
+    AdapterSources,
     Compile,
     LoadOptions,
     ProcessOptions,
@@ -182,7 +182,7 @@ def launch(
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
-    adapters: AdapterFolders = None,
+    adapters: AdapterSources = None,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,

@@ -19,9 +19,9 @@ from msgspec import Struct
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.adapter.adapted_bundle import with_adapters
 from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import with_adapters
 from stagepack.opening import open_bundle, open_delta
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.distributed.group_trace import report_spans

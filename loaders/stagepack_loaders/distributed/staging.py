@@ -14,7 +14,6 @@ from stagepack.errors import StageLostError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.opening import open_bundle, open_delta, with_deltas
-from stagepack_loaders.adapter_changes import ListedAdapter
 from stagepack_loaders.distributed.meeting import Members
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.status import VersionStaged
@@ -32,7 +31,7 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         result: the digest of the bundle of the version.
         deltas: the folders, or URLs, of the deltas that make the bundle of it.
         delta_digests: the digests of these deltas.
-        adapters: of a version with the weights of its base: its adapters. None for one with other weights.
+        adapters: of a version with the weights of its base: its adapters, see `adapter_texts`. None for one with other weights.
     """
 
     number: int
@@ -43,7 +42,7 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
     result: str = ""
     deltas: tuple[str, ...] = ()
     delta_digests: tuple[str, ...] = ()
-    adapters: tuple[ListedAdapter, ...] | None = None
+    adapters: tuple[str, ...] | None = None
 
     def open(self, running: Bundle) -> Bundle:
         """Open the bundle; refuse another one than the front has.

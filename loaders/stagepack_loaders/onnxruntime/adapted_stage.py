@@ -18,15 +18,13 @@ from stagepack.adapter.opened import OpenAdapter, check_shapes
 from stagepack.adapter.rewrite import Pair, without_rows
 from stagepack.adapter.uses import Use, find_uses
 from stagepack.errors import InputError
-from stagepack.format.chunks import check_content
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph
 from stagepack.format.onnx import ELEMENT_TYPES
 from stagepack.format.reader import OnnxFile
-from stagepack.format.rules import raise_problems
 from stagepack_loaders.elements import Array, numpy_dtype
 from stagepack_loaders.file_leases import new_memory
-from stagepack_loaders.weight_files import WeightFile, map_weight_file
+from stagepack_loaders.weight_files import WeightFile, map_adapter_file
 
 _SUFFIXES: Final = {"a": A_SUFFIX, "b": B_SUFFIX, "bias": BIAS_SUFFIX}
 _ROLES_OF_WHOLE: Final = frozenset({"whole", "place", "replaces"})
@@ -67,7 +65,7 @@ class StageAdapters:
         uses_of_adapters = []
         for number, (name, adapter) in enumerate(bundle.adapters.items(), 1):
             uses = find_uses(graph, adapter.changes)
-            check_shapes(graph, uses, adapter.document, adapter.tensors, str(adapter.path))
+            check_shapes(graph, uses, adapter.document, adapter.tensors, adapter.location)
             uses_of_adapters.append(uses)
             for use in uses:
                 pair, known = adapter.pairs[use.change.module], pairs.get(use.change.module, Pair(1))
@@ -118,10 +116,7 @@ class StageAdapters:
             if (dtype := numpy_dtype(stacked.dtype))
         ]
         for number, (adapter, uses) in enumerate(zip(self.adapters, self.uses, strict=True), 1):
-            entry = adapter.document.file
-            file = map_weight_file(adapter.path / entry.name)
-            if verify or len(file.content) != entry.size:
-                raise_problems(check_content(entry, memoryview(file.content)))
+            file = map_adapter_file(adapter, verify=verify)
             for stacked, array in zip(self.model.tensors, arrays, strict=True):
                 if number in self.replacing.get(stacked.target, ()):
                     _fill_whole(array, number, stacked, self.replacing[stacked.target].index(number), adapter, file)

@@ -17,13 +17,11 @@ from stagepack.adapter.opened import OpenAdapter, check_shapes
 from stagepack.adapter.rewrite import ChangedGraph, Pair, change_graph, computing_dtype, without_rows
 from stagepack.adapter.uses import Use, find_uses
 from stagepack.errors import AdapterError, InputError
-from stagepack.format.chunks import check_content
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph
-from stagepack.format.rules import raise_problems
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_gate import GatedModule
-from stagepack_loaders.weight_files import map_weight_file
+from stagepack_loaders.weight_files import map_adapter_file
 
 # Clients choose which adapters are in a call together: of their modules so many are kept, each of as many nodes as the stage.
 _KEPT_FORMS: Final = 16
@@ -65,15 +63,12 @@ class StageAdapter:
     def __init__(
         self, adapter: OpenAdapter, graph: Graph, uses: Sequence[Use], device: torch.device, *, verify: bool
     ) -> None:
-        check_shapes(graph, uses, adapter.document, adapter.tensors, str(adapter.path))
+        check_shapes(graph, uses, adapter.document, adapter.tensors, adapter.location)
         self.adapter = adapter
         self.uses = uses
         self.pairs = {use.change.module: adapter.pairs[use.change.module] for use in uses}
         scales = {change.module: change.scale for change in adapter.document.changes}
-        entry = adapter.document.file
-        content = map_weight_file(adapter.path / entry.name).content
-        if verify or len(content) != entry.size:
-            raise_problems(check_content(entry, memoryview(content)))
+        content = map_adapter_file(adapter, verify=verify).content
 
         def read(name: str, dtype: str) -> torch.Tensor:
             stored = adapter.tensors[name]
@@ -276,7 +271,7 @@ def check_changes(adapters: Sequence[OpenAdapter], modules: Sequence[AdapterModu
         if not unknown and not any(part.replaced for part in parts):
             unknown = list(adapter.document.replaced)
         if unknown:
-            raise AdapterError(f"{adapter.path}: changes {unknown[0][:120]}, which no stage of the bundle uses so")
+            raise AdapterError(f"{adapter.location}: changes {unknown[0][:120]}, which no stage of the bundle uses so")
 
 
 class _Gathering:

@@ -11,10 +11,12 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from stagepack.adapter.document import DOCUMENT_NAME
-from stagepack.adapter.folders import check_adapter_name
-from stagepack.adapter.opened import OpenAdapter, open_adapter
+from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import AdapterError, OptionError, StageLostError, StagepackError
+from stagepack.format.rules import MANIFEST_NAME
+from stagepack.named_adapters import NamedAdapter, check_adapter_name
+from stagepack.opening import check_signature, open_adapter
+from stagepack.remote.url import is_url
 from stagepack_loaders.adapter_changes import AdapterChange
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_serving.server.bundle_listings import BundleListing, folder_state
@@ -71,37 +73,40 @@ class AdapterControl:
     Attributes:
         control: the models.
         folder: the folder; None for none.
-        given: the folders of the adapters of the command line, by name.
+        given: the adapters of the command line.
+        trusted_files: the files of keys of those who must have signed them; empty for no check.
     """
 
     control: AdaptedModels
     folder: Path | None = None
-    given: Mapping[str, Path] = field(default_factory=dict)
+    given: Sequence[NamedAdapter] = ()
+    trusted_files: Sequence[str] = ()
     # Why adapters of the folder were refused, and with which files and bundles polling has tried each.
     _refusals: dict[str, str] = field(default_factory=dict)
     _tried: dict[str, object] = field(default_factory=dict)
 
-    def listed(self) -> dict[str, Path]:
+    def listed(self) -> dict[str, NamedAdapter]:
         """Return the adapters that are there now, by name."""
-        found: dict[str, Path] = {}
+        found: list[NamedAdapter] = []
         if self.folder is not None:
             try:
-                found = {name: self.folder / name for name in sorted(os.listdir(self.folder))}
+                names = sorted(filter(_is_name, os.listdir(self.folder)))
             except OSError as error:
                 reason = f"{self.folder}: the folder of adapters cannot be read: {error.strerror}"
                 raise RequestError(RequestStatus.MODEL_FAILED, reason) from None
+            found = [NamedAdapter(name, str(self.folder / name), None) for name in names]
         return {
-            name: path
-            for name, path in (found | dict(self.given)).items()
-            if _is_name(name) and (path / DOCUMENT_NAME).is_file()
+            named.name: named
+            for named in (*found, *self.given)
+            if is_url(named.location) or (Path(named.location) / MANIFEST_NAME).is_file()
         }
 
     async def load_as_listed(self, name: str) -> bool:
         """Load an adapter by its name, or again if it has changed; return whether there is one of this name."""
-        path = (await run_in_thread(self.listed)).get(name)
-        if path is not None:
-            await self._load_listed(name, path)
-        return path is not None
+        named = (await run_in_thread(self.listed)).get(name)
+        if named is not None:
+            await self._load_listed(named)
+        return named is not None
 
     async def load(self, request: LoadLoraRequest) -> None:
         """Load an adapter as a client of vLLM asks."""
@@ -109,15 +114,15 @@ class AdapterControl:
         listed = await run_in_thread(self.listed)
         # Compared as text: no client makes the server look for a path.
         wanted = os.path.abspath(request.lora_path)
-        path = listed.get(request.lora_path) or next(
-            (path for path in listed.values() if os.path.abspath(path) == wanted), None
+        named = listed.get(request.lora_path) or next(
+            (named for named in listed.values() if os.path.abspath(named.location) == wanted), None
         )
-        if path is None:
+        if named is None:
             raise RequestError(
                 RequestStatus.NOT_FOUND,
                 f"lora_path: no adapter {request.lora_path[:80]!r} is in the folder of adapters (--adapter-folder): give its name there",
             )
-        await self._change(request.lora_name, path, replaces=request.load_inplace)
+        await self._change(request.lora_name, named, replaces=request.load_inplace)
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. Requests and texts that it has begun go on."""
@@ -150,14 +155,15 @@ class AdapterControl:
         """Load and unload what has changed in the folder, or what other bundles are there for."""
         listed = await run_in_thread(self.listed)
         digests = sorted({model.bundle.digest for model in self.control.models.serving})
-        states = {
-            name: (await run_in_thread(partial(folder_state, str(path))), digests) for name, path in listed.items()
+        states: dict[str, object] = {
+            name: (await run_in_thread(partial(folder_state, named.location)), digests)
+            for name, named in listed.items()
         }
         gone = [name for name in self._tried if name not in listed]
         for name in (*gone, *(name for name, state in states.items() if self._tried.get(name) != state)):
             try:
                 if name in listed:
-                    await self._load_listed(name, listed[name])
+                    await self._load_listed(listed[name])
                 elif self.is_loaded(name):
                     await self._change(name, None, replaces=False)
             except StagepackError as error:
@@ -165,20 +171,20 @@ class AdapterControl:
         self._tried = states
         self._refusals = {name: reason for name, reason in self._refusals.items() if name in listed}
 
-    async def _load_listed(self, name: str, path: Path) -> None:
+    async def _load_listed(self, named: NamedAdapter) -> None:
         """Load an adapter by its name, and keep for the index why it is refused."""
         try:
-            await self._change(name, path, replaces=True)
+            await self._change(named.name, named, replaces=True)
         except StagepackError as error:
-            self._refusals[name] = f"refused: {error}"
+            self._refusals[named.name] = f"refused: {error}"
             raise
-        self._refusals.pop(name, None)
+        self._refusals.pop(named.name, None)
 
-    async def _change(self, name: str, path: Path | None, *, replaces: bool) -> None:
+    async def _change(self, name: str, named: NamedAdapter | None, *, replaces: bool) -> None:
         """Load an adapter over the models that it was made for, or unload it. It goes on if its caller is cancelled."""
-        changing = asyncio.ensure_future(self._change_all(name, path, replaces=replaces))
+        changing = asyncio.ensure_future(self._change_all(name, named, replaces=replaces))
         changing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        action = "unloaded" if path is None else "loaded"
+        action = "unloaded" if named is None else "loaded"
         try:
             await asyncio.shield(changing)
         except RequestError:
@@ -187,9 +193,9 @@ class AdapterControl:
             status = RequestStatus.STAGE_LOST if isinstance(error, StageLostError) else RequestStatus.BAD_REQUEST
             raise RequestError(status, f"{name:.100}: not {action}: {error}") from error
 
-    async def _change_all(self, name: str, path: Path | None, *, replaces: bool) -> None:
+    async def _change_all(self, name: str, named: NamedAdapter | None, *, replaces: bool) -> None:
         async with self.control.changing:
-            if path is None:
+            if named is None:
                 adapter, targets = (
                     None,
                     [model for model in self.control.models.serving if name in model.adapters.names],
@@ -197,19 +203,26 @@ class AdapterControl:
                 if not targets:
                     raise RequestError(RequestStatus.NOT_FOUND, f"no model and no adapter {name!r:.100} is loaded")
             else:
-                adapter = await run_in_thread(partial(open_adapter, path))
+                adapter = await run_in_thread(partial(self._open, named))
                 paths_by_name = await run_in_thread(self.control.source)
-                targets = self._targets(name, path, adapter, paths_by_name, replaces=replaces)
+                targets = self._targets(name, named, adapter, paths_by_name, replaces=replaces)
             change = AdapterChange(name=name, adapter=adapter, replaces=True)
             await run_in_thread(partial(_apply, change, targets))
             for model in targets:
                 for part in model.parts.values():
                     part.follow_weights()
         for model in targets:
-            _LOGGER.info("%s: the adapter %s was %s", model.name, name, "unloaded" if path is None else "loaded")
+            _LOGGER.info("%s: the adapter %s was %s", model.name, name, "unloaded" if named is None else "loaded")
+
+    def _open(self, named: NamedAdapter) -> OpenAdapter:
+        """Open an adapter, and check that it is signed by those that the operator trusts."""
+        adapter = open_adapter(named.location, digest=named.digest)
+        if self.trusted_files:
+            check_signature(adapter, self.trusted_files)
+        return adapter
 
     def _targets(
-        self, name: str, path: Path, adapter: OpenAdapter, models_by_name: Mapping[str, Any], *, replaces: bool
+        self, name: str, named: NamedAdapter, adapter: OpenAdapter, models_by_name: Mapping[str, Any], *, replaces: bool
     ) -> list[ServedModel]:
         """The models that an adapter is to be loaded over, which have another one of its name or none; refuse a name that is taken."""
         check_adapter_name(name)
@@ -218,7 +231,7 @@ class AdapterControl:
             raise AdapterError(
                 "a model has this name, and clients name both in one field: give the adapter another name"
             )
-        if self.given.get(name, path) != path:
+        if any(given.name == name and given.location != named.location for given in self.given):
             raise AdapterError("an adapter of the command line has this name: give this one another name")
         fitting = [model for model in serving if model.bundle.digest == adapter.document.base]
         holders = [model for model in serving if name in model.adapters.names]

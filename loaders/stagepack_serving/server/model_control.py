@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from stagepack.errors import InputError, StagepackError
+from stagepack.named_adapters import NamedAdapter
 from stagepack_serving.server.adapter_control import AdapterControl
 from stagepack_serving.server.bundle_listings import BundleListing, bundle_state
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
@@ -79,7 +80,7 @@ class ModelControl:
         update_folder: Path | None = None,
         watched_deltas: WatchedDeltas | None = None,
         adapter_folder: Path | None = None,
-        given_adapters: Mapping[str, Path] | None = None,
+        given_adapters: Sequence[NamedAdapter] = (),
     ) -> None:
         self.models = models
         self.source = source
@@ -100,7 +101,7 @@ class ModelControl:
         self.changing = asyncio.Lock()
         folder = None if update_folder is None else DeltaFolder(update_folder)
         self.updates = WeightUpdates(self, folder, watched_deltas)
-        self.adapters = AdapterControl(self, adapter_folder, given_adapters or {})
+        self.adapters = AdapterControl(self, adapter_folder, given_adapters, trusted_files)
 
     def load_at_start(
         self, model_names: Sequence[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None

@@ -8,9 +8,9 @@ from typing import Final
 
 from msgspec import structs
 
-from stagepack.adapter.adapted_bundle import fitting_adapters
 from stagepack.errors import ValueSizeError, named_errors
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import pinned_adapters
 from stagepack.opening import TrustedSigners, open_bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.decoders import generating_entry_point
@@ -159,10 +159,10 @@ class BundleLoading:
     def _load_options(self, bundle: Bundle) -> LoadOptions:
         """The options of a bundle, with the adapters that were made for it."""
         load = self._options.load
-        fitting = fitting_adapters(bundle, load.adapters or ())
+        adapters = pinned_adapters(bundle, load.adapters or (), self._options.trusted_files, fitting=True)
         # Entry points that share weights take no adapters later.
-        takes_adapters = bool(fitting) or (self._options.loads_adapters and len(bundle.entry_points) == 1)
-        return structs.replace(load, adapters=fitting if takes_adapters else None)
+        takes_adapters = bool(adapters) or (self._options.loads_adapters and len(bundle.entry_points) == 1)
+        return structs.replace(load, adapters=adapters if takes_adapters else None)
 
     def _load_pipeline(self, bundle: Bundle, closing: ExitStack) -> CallablePipeline | None:
         options, load = self._options, self._load_options(bundle)

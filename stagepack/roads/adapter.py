@@ -1,36 +1,32 @@
 """The folder of an adapter of peft and a bundle -> the adapter as a document of the format, bound to the bundle."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from msgspec.structs import replace
 
 from stagepack.adapter.document import (
     A_SUFFIX,
+    ADAPTER,
+    ADAPTER_FORMAT,
     B_SUFFIX,
     BIAS_SUFFIX,
-    DOCUMENT_NAME,
-    FORMAT,
     TENSORS_NAME,
     AdapterDocument,
     LowRankChange,
 )
 from stagepack.adapter.names import place_names, weights_by_name
-from stagepack.adapter.opened import OpenAdapter, check_shapes, open_adapter
+from stagepack.adapter.opened import OpenAdapter, check_shapes
 from stagepack.adapter.peft_folder import PeftAdapter, read_peft_folder
 from stagepack.adapter.uses import MERGE_ADVICE, find_uses, unused_changes
-from stagepack.errors import AdapterError, OutputExistsError, WriteError
-from stagepack.format.chunks import file_entry
+from stagepack.errors import AdapterError
 from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
+from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import VERSION
-from stagepack.format.manifest_codec import encode_manifest
-from stagepack.format.output_file import TemporaryFolder, replace_folder
-from stagepack.format.own_folders import check_outside_bundles
+from stagepack.format.manifest_codec import ZERO_DIGEST
 from stagepack.format.reader import Bundle
-from stagepack.format.weights import StoredTensor, TensorSpec, weight_file_header
+from stagepack.format.weights import StoredTensor, TensorSpec
+from stagepack.format.writer import BundleWriter
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 
 
@@ -70,54 +66,24 @@ def write_adapter(
         >>> pipe = stagepack.load("llama.stagepack", adapters=["pirate"])
         >>> pipe(input_ids, adapter="pirate")
     """
-    target = Path(os.path.abspath(out))
-    _check_output(target, overwrite=overwrite)
-    base = opened(bundle).with_graphs_kept()
-    progress("read the adapter")
-    source = read_peft_folder(Path(adapter))
-    progress("find its weights in the bundle")
-    document, tensors = _placed(base, source, os.fspath(adapter))
-    progress("write")
-    try:
-        _write(target, document, source.path, tensors, overwrite=overwrite)
-    except OSError as error:
-        raise WriteError(f"{out}: could not be written: {error.strerror or error}") from error
-    return open_adapter(target)
-
-
-def _write(
-    target: Path, document: AdapterDocument, source: Path, tensors: Mapping[str, StoredTensor], *, overwrite: bool
-) -> None:
-    """Write both files beside the output, and put the folder in place in one step."""
-    specs = [
-        TensorSpec(name=name, dtype=TORCH_DTYPES[tensor.dtype], shape=tensor.shape) for name, tensor in tensors.items()
-    ]
-    with TemporaryFolder(target) as temporary:
-        entry = write_pieces(temporary.path / TENSORS_NAME, _pieces(source, specs, tensors))
-        (temporary.path / DOCUMENT_NAME).write_bytes(encode_manifest(replace(document, file=entry)))
-        for path in (temporary.path / TENSORS_NAME, temporary.path / DOCUMENT_NAME, temporary.path):
-            synchronize(path)
-        if overwrite and os.path.lexists(target):
-            replace_folder(temporary.path, target, temporary.path.parent / "replaced")
-        else:
-            temporary.path.rename(target)
-        synchronize(target.parent)
-
-
-def _check_output(target: Path, *, overwrite: bool) -> None:
-    if os.path.lexists(target):
-        if not overwrite:
-            raise OutputExistsError(f"{target}: already exists: choose another name, or overwrite it (--overwrite)")
-        names = {entry.name for entry in os.scandir(target)} if target.is_dir() and not target.is_symlink() else set()
-        if DOCUMENT_NAME not in names or names - {DOCUMENT_NAME, TENSORS_NAME}:
-            raise OutputExistsError(f"{target}: exists and is not an adapter of stagepack alone: choose another name")
-    check_outside_bundles(target)
-    if not target.parent.is_dir():
-        raise WriteError(f"{target}: expected the folder {target.parent} to exist")
+    with BundleWriter(out, overwrite=overwrite, kind=ADAPTER) as writer:
+        base = opened(bundle).with_graphs_kept()
+        progress("read the adapter")
+        source = read_peft_folder(Path(adapter))
+        progress("find its weights in the bundle")
+        document, tensors = _placed(base, source, os.fspath(adapter))
+        progress("write")
+        specs = [
+            TensorSpec(name=name, dtype=TORCH_DTYPES[tensor.dtype], shape=tensor.shape)
+            for name, tensor in tensors.items()
+        ]
+        writer.write_tensors(TENSORS_NAME, specs, lambda name: [_range(source.path, tensors[name])])
+        writer.finish(document)
+    return OpenAdapter(out)
 
 
 def _placed(base: Bundle, source: PeftAdapter, name: str) -> tuple[AdapterDocument, dict[str, StoredTensor]]:
-    """The document of an adapter, without its file, and its tensors by the names that they get."""
+    """The document of an adapter, without its list of files, and its tensors by the names that they get."""
     weights = weights_by_name(base)
     weight_of_module = {module: f"{module}.weight" for module in source.changes}
     places = place_names([*weight_of_module.values(), *source.replaced], weights, name)
@@ -137,13 +103,13 @@ def _placed(base: Bundle, source: PeftAdapter, name: str) -> tuple[AdapterDocume
             replaced.append(weight.names[0])
             tensors[weight.names[0]] = tensor
     document = AdapterDocument(
-        format=FORMAT,
+        format=ADAPTER_FORMAT,
         version=VERSION,
         base=base.digest,
         changes=tuple(changes),
         replaced=tuple(dict.fromkeys(replaced)),
-        file=file_entry(TENSORS_NAME, 0, [""]),
-        sha256="",
+        files=(),
+        sha256=ZERO_DIGEST,
     )
     _check_uses(base, document, tensors, name)
     return document, tensors
@@ -184,9 +150,5 @@ def _bytes_of(path: Path, tensor: StoredTensor) -> bytes:
         return file.read(tensor.end - tensor.start)
 
 
-def _pieces(path: Path, specs: list[TensorSpec], tensors: Mapping[str, StoredTensor]) -> Iterator[Piece]:
-    header, paddings = weight_file_header(specs)
-    yield header
-    for tensor, padding in zip(tensors.values(), paddings, strict=True):
-        yield bytes(padding)
-        yield FileRange(path=path, start=tensor.start, size=tensor.end - tensor.start)
+def _range(path: Path, tensor: StoredTensor) -> FileRange:
+    return FileRange(path=path, start=tensor.start, size=tensor.end - tensor.start)
