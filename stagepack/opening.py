@@ -167,8 +167,7 @@ def open_delta(
         >>> delta = stagepack.open_delta("step-12.delta")
         >>> delta.version, delta.changed_tensors("stage-0.safetensors")
     """
-    opened = source if isinstance(source, Delta) else _open_location(source, digest, storage_options, Delta)
-    return of_kind(opened, Delta)
+    return of_kind(_open_location(source, digest, storage_options, Delta), Delta)
 
 
 def open_adapter(
@@ -192,16 +191,19 @@ def open_adapter(
         >>> adapter = stagepack.open_adapter("pirate")
         >>> adapter.base, sorted(adapter.changes)
     """
-    opened = source if isinstance(source, OpenAdapter) else _open_location(source, digest, storage_options, OpenAdapter)
-    return of_kind(opened, OpenAdapter)
+    return of_kind(_open_location(source, digest, storage_options, OpenAdapter), OpenAdapter)
 
 
 def _open_location(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Listed,
     digest: str | None,
     storage_options: Mapping[str, Any] | None,
     expected: type[Listed] = Bundle,
 ) -> Listed:
+    if isinstance(source, ListedFiles):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise OptionError(f"expected a path or a URL, found {type(source).__name__}")
     if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
         raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest[:80]!r}")
     if isinstance(source, str) and is_url(source):
@@ -248,8 +250,9 @@ def opened(
     bundle: BundleSource, require_signature: TrustedSigners | None = None, deltas: Sequence[DeltaSource] = ()
 ) -> Bundle:
     """Return a bundle that may be opened already, or the one that deltas make of it."""
-    if not isinstance(bundle, Bundle):
+    if not isinstance(bundle, ListedFiles):
         return open_bundle(bundle, require_signature=require_signature, deltas=deltas)
+    bundle = of_kind(bundle, Bundle)
     if require_signature is not None:
         check_signature(bundle, require_signature)
     return with_deltas(bundle, deltas, require_signature)

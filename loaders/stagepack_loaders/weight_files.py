@@ -40,8 +40,9 @@ from stagepack_loaders.mounts import devices_asked_once, is_of_kind
 
 # Direct reads begin at a multiple of this in the file and in memory, and their length is one.
 DIRECT_ALIGNMENT: Final = 4096
-# How long the record of another start is kept after its last entry: machines may share a home folder.
-_KEPT_SECONDS: Final = 30 * 86_400
+_KEPT_SECONDS: Final = (
+    30 * 86_400
+)  # of the record of another start after its last entry: machines may share a home folder
 _BOOT_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
 # The folder of the record of verified files; empty to keep none.
@@ -74,8 +75,7 @@ def map_weight_file(path: Path) -> WeightFile:
         if content is None:
             content = new_memory(os.fstat(file.fileno()).st_size)
             if file.readinto(content) < len(content):
-                message = "the file was cut short while it was read"
-                raise rule_error("D1", path.name, message)
+                raise rule_error("D1", path.name, "the file was cut short while it was read")
     return WeightFile(content, parse_weight_header(content, path.name))
 
 

@@ -25,7 +25,7 @@ ZERO_DIGEST = "0" * 64
 BUNDLE_FORMAT: Final = "stagepack"
 # What a folder of each format is, and what to do with it where another one is expected.
 _KINDS: Final = {
-    BUNDLE_FORMAT: ("a bundle", "give one that was made for it (stagepack delta, stagepack adapter)"),
+    BUNDLE_FORMAT: ("a bundle", "give {expected} that was made for it"),
     "stagepack delta": (
         "a delta",
         "apply it to its base (stagepack apply), or load the base with it (deltas=, --delta)",
@@ -75,10 +75,10 @@ def kind_noun(document_format: str) -> str:
     return kind_name(document_format).partition(" ")[2]
 
 
-def other_kind_error(location: str, expected: str, found_format: str, rule: str = "M1") -> NotABundleError:
+def other_kind_error(location: str, expected: str, found_format: str | None, rule: str = "M1") -> NotABundleError:
     """Return the error for a folder of another kind than `expected`, such as "a bundle"."""
-    name, use = _KINDS[found_format]
-    return NotABundleError(f"{location}: expected {expected}, found {name}: {use} [{rule}]")
+    name, use = _KINDS.get(found_format or "", ("a folder of a newer stagepack", "upgrade stagepack"))
+    return NotABundleError(f"{location}: expected {expected}, found {name}: {use.format(expected=expected)} [{rule}]")
 
 
 def encode_manifest(manifest: msgspec.Struct) -> bytes:

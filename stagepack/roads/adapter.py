@@ -22,6 +22,7 @@ from stagepack.errors import AdapterError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Weight
+from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest import VERSION
 from stagepack.format.manifest_codec import ZERO_DIGEST
 from stagepack.format.reader import Bundle
@@ -69,9 +70,9 @@ def write_adapter(
     with BundleWriter(out, overwrite=overwrite, kind=ADAPTER) as writer:
         base = opened(bundle).with_graphs_kept()
         progress("read the adapter")
-        source = read_peft_folder(Path(adapter))
+        source = read_peft_folder(adapter.path if isinstance(adapter, ListedFiles) else Path(adapter))
         progress("find its weights in the bundle")
-        document, tensors = _placed(base, source, os.fspath(adapter))
+        document, tensors = _placed(base, source)
         progress("write")
         specs = [
             TensorSpec(name=name, dtype=TORCH_DTYPES[tensor.dtype], shape=tensor.shape)
@@ -82,8 +83,9 @@ def write_adapter(
     return OpenAdapter(out)
 
 
-def _placed(base: Bundle, source: PeftAdapter, name: str) -> tuple[AdapterDocument, dict[str, StoredTensor]]:
+def _placed(base: Bundle, source: PeftAdapter) -> tuple[AdapterDocument, dict[str, StoredTensor]]:
     """The document of an adapter, without its list of files, and its tensors by the names that they get."""
+    name = str(source.path.parent)
     weights = weights_by_name(base)
     weight_of_module = {module: f"{module}.weight" for module in source.changes}
     places = place_names([*weight_of_module.values(), *source.replaced], weights, name)

@@ -18,6 +18,7 @@ from stagepack.capture.checkpoint import CheckpointTensor
 from stagepack.errors import AdapterError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Weight
+from stagepack.format.listed_files import ListedFiles
 from stagepack.format.own_folders import folder_format
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import PEFT_SETTINGS_NAME
@@ -74,7 +75,7 @@ def merge_adapter(
 @contextlib.contextmanager
 def _opened_adapter(adapter: AdapterSource, base: Bundle) -> Iterator[OpenAdapter]:
     """An adapter of a bundle, or of peft, which is written as one of the bundle first."""
-    is_written = isinstance(adapter, OpenAdapter) or folder_format(Path(adapter)) is not None
+    is_written = isinstance(adapter, ListedFiles) or folder_format(Path(adapter)) is not None
     if is_written or not (Path(adapter) / PEFT_SETTINGS_NAME).exists():
         found = open_adapter(adapter)
         found.check_base(base)

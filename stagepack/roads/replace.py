@@ -21,6 +21,8 @@ from stagepack.capture.transformers.model_folders import SETTINGS_FILE, is_model
 from stagepack.capture.transformers.pretrained_model import load_pretrained, model_files
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.graph import Graph, Weight
+from stagepack.format.manifest_codec import BUNDLE_FORMAT, other_kind_error
+from stagepack.format.own_folders import folder_format
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.writer import Pieces, TensorSource
@@ -191,6 +193,8 @@ def _open_source(
         tensors = tensors_by_weight_name(given, stated_weights, "the given tensors")
         return _Source(tensors=tensors, required_names=tensors.keys(), files={})
     path = Path(source)
+    if (found_format := folder_format(path)) not in (None, BUNDLE_FORMAT):  # a bundle is a checkpoint, too
+        raise other_kind_error(os.fspath(source), "a checkpoint", found_format)
     if (changes := open_checkpoint_delta(path)) is not None:
         tensors = changes.new_weights(bundle)
         return _Source(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+import stagepack
+from tests.conformance.vectors import TINY
+
 PREFIX = "base_model.model."
+
+
+class TinyLayer(torch.nn.Module):
+    """The modules of the worked example of SPEC.md, the bundle `TINY`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 3)
+
+
+def write_tiny_adapter(folder: Path, rank: int = 2, seed: int = 0, **settings: Any) -> Path:
+    """Write an adapter of the bundle `TINY`."""
+    with tempfile.TemporaryDirectory() as lora_parent:
+        lora = write_lora(TinyLayer(), Path(lora_parent) / "lora", {"layer": rank}, seed, **settings)
+        return stagepack.write_adapter(TINY, lora, out=folder).path
 
 
 def write_lora(

@@ -70,7 +70,7 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, 
             "adapter empty --base BUNDLE -o out",
             "empty: expected the folder of an adapter of peft, with adapter_config.json",
         ),
-        ("adapter empty --base BUNDLE --merge -o out", "empty: not an adapter of stagepack"),
+        ("adapter empty --base BUNDLE --merge -o out", "empty: not a stagepack adapter"),
         (
             "load BUNDLE --adapter empty",
             "empty: not a stagepack adapter: expected a folder with a file manifest.json",

@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 
 import stagepack
-from tests.adapters.lora import write_lora
+from tests.adapters.lora import TinyLayer, write_lora
 from tests.conformance.vectors import TINY
 
 
@@ -54,17 +54,11 @@ def answer(bundle: Path, adapter: Path, x: numpy.ndarray) -> numpy.ndarray:
     return found
 
 
-class Layer(torch.nn.Module):
-    """The modules of the worked example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 3)
-
-
 def test_an_adapter_is_read_without_stagepack(tmp_path: Path) -> None:
     bias = torch.tensor([4.0, -3.0, 1.0])
-    lora = write_lora(Layer(), tmp_path / "lora", {"layer": 2}, replaced={"layer.base_layer.bias": bias}, bias="all")
+    lora = write_lora(
+        TinyLayer(), tmp_path / "lora", {"layer": 2}, replaced={"layer.base_layer.bias": bias}, bias="all"
+    )
     path = lora / "adapter_model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     # Whole numbers, so that no sum is rounded.

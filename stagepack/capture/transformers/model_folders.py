@@ -12,6 +12,8 @@ from typing import Any, Final, Literal
 from stagepack.errors import CaptureError, MissingPackageError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.file_checks import near_path_hint
+from stagepack.format.manifest_codec import BUNDLE_FORMAT, other_kind_error
+from stagepack.format.own_folders import folder_format
 from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME
 
 # What sentence-transformers runs one after the other.
@@ -136,6 +138,8 @@ def check_model_path(source: str) -> None:
     """Refuse paths, for which transformers would ask the hub."""
     if os.path.isdir(source):
         if not is_model_folder(source):
+            if (found_format := folder_format(Path(source))) not in (None, BUNDLE_FORMAT):
+                raise other_kind_error(source, "a model", found_format)
             if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
                 raise CaptureError(
                     f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
