@@ -3,11 +3,11 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from stagepack.adapter.opened import OpenAdapter
+from stagepack.adapter.opened import OpenAdapter, all_graphs, check_fits
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import FILE_NAME_PATTERN
@@ -75,22 +75,29 @@ def pinned_adapters(
     *,
     fitting: bool = False,
 ) -> list[str] | None:
-    """Return adapters of a bundle with their digests, so that all processes load those that are verified here; None for None.
+    """Check that adapters fit a bundle; return them with their digests, so that all processes load the same ones; None for None.
 
     fitting: leave out adapters of other bundles, which are refused otherwise.
     """
     if given is None:
         return None
-    pinned = []
-    for named in named_adapters(given):
-        adapter = open_adapter(named.location, digest=named.digest)
-        if fitting and adapter.base != bundle.digest:
-            continue
+    opened = {named: open_adapter(named.location, digest=named.digest) for named in named_adapters(given)}
+    pinned = {named: adapter for named, adapter in opened.items() if not fitting or adapter.base == bundle.digest}
+    check_adapters(bundle, pinned.values(), require_signature)
+    return [str(named._replace(digest=adapter.digest)) for named, adapter in pinned.items()]
+
+
+def check_adapters(
+    bundle: Bundle, adapters: Collection[OpenAdapter], require_signature: TrustedSigners | None = None
+) -> None:
+    """Check that adapters were made for a bundle, whose graphs apply all their changes, and that they are signed if it is required."""
+    # A process has the graphs of its own stages alone, and cannot say that nothing applies a change.
+    graphs = all_graphs(bundle) if adapters else []
+    for adapter in adapters:
         adapter.check_base(bundle)
         if require_signature is not None:
             check_signature(adapter, require_signature)
-        pinned.append(str(named._replace(digest=adapter.digest)))
-    return pinned
+        check_fits(graphs, adapter.document, adapter.tensors, adapter.location)
 
 
 def open_for_bundle(named: NamedAdapter, bundle: Bundle) -> OpenAdapter:

@@ -7,7 +7,7 @@ from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import AdapterError
 from stagepack.format.reader import Bundle
-from stagepack.named_adapters import NamedAdapter, check_adapter_name, named_adapters, open_for_bundle
+from stagepack.named_adapters import NamedAdapter, check_adapter_name, check_adapters, named_adapters, open_for_bundle
 from stagepack.opening import AdapterSource, TrustedSigners, check_signature
 from stagepack_loaders.options import adapter_text
 
@@ -44,7 +44,7 @@ class AdapterChange:
                 f"{running.location}: an adapter {self.name!r} is loaded already: give the new one another name, or replace it "
                 "(replace=True)"
             )
-        self.adapter.check_base(running)
+        check_adapters(running.stored, [self.adapter])
         return running.with_others(adapters | {self.name: self.adapter})
 
 

@@ -40,9 +40,8 @@ from stagepack_loaders.mounts import devices_asked_once, is_of_kind
 
 # Direct reads begin at a multiple of this in the file and in memory, and their length is one.
 DIRECT_ALIGNMENT: Final = 4096
-_KEPT_SECONDS: Final = (
-    30 * 86_400
-)  # of the record of another start after its last entry: machines may share a home folder
+# How long the record of another start is kept after its last entry: machines may share a home folder.
+_KEPT_SECONDS: Final = 30 * 86_400
 _BOOT_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
 # The folder of the record of verified files; empty to keep none.
@@ -83,8 +82,7 @@ def map_adapter_file(adapter: OpenAdapter, *, verify: bool) -> WeightFile:
     """Map the file of the tensors of an adapter, which are where its header said when it was opened."""
     [entry] = adapter.listed
     file = map_weight_file(adapter.path / entry.name)
-    if verify:
-        raise_problems(check_content(entry, memoryview(file.content)))
+    raise_problems(check_content(entry, memoryview(file.content)) if verify else ())
     if file.tensors != adapter.tensors:
         raise rule_error("D2", entry.name, "the file was changed while it was loaded: load it again")
     return file
@@ -389,13 +387,12 @@ class _OpenFile:
     @cached_property
     def _direct_descriptor(self) -> int | None:
         """The same file, opened for direct reads; None where the file system has none."""
-        try:
+        with contextlib.suppress(OSError):
             # Not by its path, where another file may be by now.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
             self._opened.append(os.open(f"/proc/self/fd/{self.descriptor}", flags))
-        except OSError:
-            return None
-        return self._opened[-1]
+            return self._opened[-1]
+        return None
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -93,7 +93,7 @@ class OpenAdapter(ListedFiles):
             DigestError, FormatError, RemoteError: the file is missing or has another size, or its header breaks a rule.
         """
         [(_, tensors)] = self.read_headers([TENSORS_NAME])
-        _check_tensors(self.document, tensors)
+        check_tensors(self.document, tensors)
         return tensors
 
     @cached_property
@@ -129,7 +129,7 @@ class OpenAdapter(ListedFiles):
             )
 
 
-def _check_tensors(document: AdapterDocument, tensors: Mapping[str, StoredTensor]) -> None:
+def check_tensors(document: AdapterDocument, tensors: Mapping[str, StoredTensor]) -> None:
     """Compare the tensors of an adapter with its document (A3, A5)."""
     where = TENSORS_NAME
     optional = {change.module + BIAS_SUFFIX for change in document.changes}
@@ -152,6 +152,35 @@ def _check_tensors(document: AdapterDocument, tensors: Mapping[str, StoredTensor
                 where,
                 f"{change.module[:80]}: expected lora_A [rank, in] and lora_B [out, rank], found {a} and {b}",
             )
+
+
+def all_graphs(bundle: Bundle) -> "list[Graph]":
+    """Return the graphs of all stages of all entry points of a bundle."""
+    kept = bundle.with_graphs_kept()
+    return [
+        kept.select(entry_point.name).graph(stage_number)
+        for entry_point in bundle.entry_points
+        for stage_number in range(len(entry_point.stages))
+    ]
+
+
+def check_fits(
+    graphs: "Sequence[Graph]", document: AdapterDocument, tensors: Mapping[str, StoredTensor], name: str
+) -> None:
+    """Check that the graphs of a bundle use each changed weight in its module, and that the tensors of an adapter fit."""
+    from stagepack.adapter.uses import MERGE_ADVICE, find_uses, unused_changes  # noqa: PLC0415 - as above
+
+    by_module = {change.module: change for change in document.changes}
+    known = {weight.names[0] for graph in graphs for weight in graph.weights}
+    changed = [*(change.weight for change in document.changes), *document.replaced]
+    if unknown := [weight_name for weight_name in changed if weight_name not in known]:
+        raise AdapterError(f"{name}: changes {unknown[0][:120]}, which the bundle does not have")
+    for module, reason in unused_changes(graphs, by_module).items():
+        raise AdapterError(
+            f"{name}: {module[:120]}: expected a module that uses its weight, but {reason}: {MERGE_ADVICE}"
+        )
+    for graph in graphs:
+        check_shapes(graph, find_uses(graph, by_module), document, tensors, name)
 
 
 def check_shapes(

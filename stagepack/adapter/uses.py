@@ -88,7 +88,7 @@ def weight_users(graph: Graph, weight_value: str) -> list[int]:
     ]
 
 
-def unused_changes(graphs: list[Graph], changes: Mapping[str, LowRankChange]) -> dict[str, str]:
+def unused_changes(graphs: Sequence[Graph], changes: Mapping[str, LowRankChange]) -> dict[str, str]:
     """Return the changed modules whose weight is in graphs, but not used by a node of the module, with the reason."""
     found = {use.change.module for graph in graphs for use in find_uses(graph, changes)}
     users: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """The folder of an adapter of peft and a bundle -> the adapter as a document of the format, bound to the bundle."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from stagepack.adapter.document import (
@@ -15,10 +15,8 @@ from stagepack.adapter.document import (
     LowRankChange,
 )
 from stagepack.adapter.names import place_names, weights_by_name
-from stagepack.adapter.opened import OpenAdapter, check_shapes
+from stagepack.adapter.opened import OpenAdapter, all_graphs, check_fits
 from stagepack.adapter.peft_folder import PeftAdapter, read_peft_folder
-from stagepack.adapter.uses import MERGE_ADVICE, find_uses, unused_changes
-from stagepack.errors import AdapterError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Weight
@@ -113,20 +111,8 @@ def _placed(base: Bundle, source: PeftAdapter) -> tuple[AdapterDocument, dict[st
         files=(),
         sha256=ZERO_DIGEST,
     )
-    _check_uses(base, document, tensors, name)
+    check_fits(all_graphs(base), document, tensors, name)
     return document, tensors
-
-
-def _check_uses(base: Bundle, document: AdapterDocument, tensors: Mapping[str, StoredTensor], name: str) -> None:
-    """Check that the graphs use each changed weight in its module, and that the tensors fit."""
-    by_module = {change.module: change for change in document.changes}
-    graphs = [graph for entry_point in base.entry_points for graph in base.select(entry_point.name).graphs()]
-    for module, reason in unused_changes(graphs, by_module).items():
-        raise AdapterError(
-            f"{name}: {module[:120]}: expected a module that uses its weight, but {reason}: {MERGE_ADVICE}"
-        )
-    for graph in graphs:
-        check_shapes(graph, find_uses(graph, by_module), document, tensors, name)
 
 
 def _is_equal(base: Bundle, weight: Weight, path: Path, tensor: StoredTensor) -> bool:

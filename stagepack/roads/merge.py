@@ -11,7 +11,7 @@ import torch
 
 from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX, TENSORS_NAME, LowRankChange
 from stagepack.adapter.names import weights_by_name
-from stagepack.adapter.opened import OpenAdapter
+from stagepack.adapter.opened import OpenAdapter, check_fits
 from stagepack.adapter.rewrite import computing_dtype
 from stagepack.adapter.uses import find_uses
 from stagepack.capture.checkpoint import CheckpointTensor
@@ -94,6 +94,7 @@ class _Merging:
         self._weights = weights_by_name(base)
         self._locations = {name: place for stored in entry_points for name, place in stored.locations.items()}
         self._graphs = [graph for stored in entry_points for graph in stored.graphs]
+        check_fits(self._graphs, adapter.document, adapter.tensors, adapter.location)
 
     def replacements(self) -> dict[str, CheckpointTensor]:
         """The merged tensors by stored name, which are computed when they are read."""

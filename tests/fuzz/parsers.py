@@ -23,6 +23,7 @@ PARSER_MODULES: Final[Mapping[str, str]] = {
     "graph": "file_parsers",
     "weights": "file_parsers",
     "onnx": "file_parsers",
+    "adapter": "adapter_parsers",
     "delta": "delta_parsers",
     "part": "delta_parsers",
     "published": "checkpoint_delta_parsers",
