@@ -2,21 +2,24 @@
 
 import time
 
+import click
+
 from stagepack.cli.adapter_facts import adapter_facts, adapter_line
 from stagepack.cli.bundle_facts import bundle_facts, print_written
-from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
+from stagepack.cli.command import BundleType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, progress
 from stagepack.cli.shared_flags import ALLOW_OPS, DIGEST, IMPORTS, JSON, OUT_BUNDLE, open_argument
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
 from stagepack.format.quantities import format_bytes
+from stagepack.remote.url import is_url
 from stagepack.roads.adapter import write_adapter
 
 
 @option_object
 class _Options:
-    adapter_path: str = argument("ADAPTER", type=PathType())
+    adapter_path: str = argument("ADAPTER", type=BundleType())
     bundle_path: str = flag("--base BUNDLE", "Bundle of the model that it adapts.", required=True, type=BundleType())
     digest: str | None = DIGEST
     out: str = OUT_BUNDLE
@@ -39,8 +42,11 @@ def command(options: _Options) -> None:
 
     ADAPTER is a folder with adapter_config.json and adapter_model.safetensors, as save_pretrained of peft writes it. LoRA of linear layers,
     Conv1D and embeddings is taken; nothing is captured again, and torch is not needed. The output belongs to this bundle: --adapter of
-    'stagepack load' and 'stagepack serve' load it over any placement of the stages. With --merge, ADAPTER may be such an output too.
+    'stagepack load' and 'stagepack serve' load it over any placement of the stages. With --merge, ADAPTER may be such
+    an output, or its URL.
     """
+    if is_url(options.adapter_path) and not options.merge:
+        raise click.UsageError("ADAPTER: expected the folder of an adapter of peft, found a URL")
     start_time = time.perf_counter()
     with progress("opening the bundle") as next_step, orderly_termination(), shown_warnings():
         if options.merge:

@@ -22,7 +22,7 @@ from stagepack.errors import FormatError, OptionError, SignatureError
 from stagepack.format import limits
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.listed_files import ListedFiles
-from stagepack.format.manifest_codec import stated_and_actual_digest
+from stagepack.format.manifest_codec import kind_noun, stated_and_actual_digest
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.signing.keys import check_key
 from stagepack.signing.signature_file import SignatureFile
@@ -72,8 +72,9 @@ def _read_signature(bundle: ListedFiles) -> bytes:
     except FormatError as error:
         raise SignatureError(f"{bundle.location}: {error}", reason="malformed") from None
     if content is None:
+        noun = kind_noun(bundle.document_format)
         raise SignatureError(
-            f"{bundle.location}: expected a signed bundle, found no {SIGNATURE_NAME}: have it signed ('stagepack sign')",
+            f"{bundle.location}: expected a signed {noun}, found no {SIGNATURE_NAME}: have it signed ('stagepack sign')",
             reason="unsigned",
         )
     return content
