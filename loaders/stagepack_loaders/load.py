@@ -167,7 +167,7 @@ def load(
             the last part is the name. ``@sha256:DIGEST`` after a folder or URL refuses another adapter. With `require_signature`, each
             must be signed, too. Calls then have the keyword ``adapter``: a name, or a list with a name or None for each row of the batch.
             The weights of the bundle are in memory once. `load_adapter` and `unload_adapter` change them while calls go on; an empty list
-            is for a pipeline that begins without any, None for one that takes none. Not with `compiled`.
+            is for a pipeline that begins without any, None for one that takes none. In torch and in ONNX Runtime; not with `compiled`.
         limits: how large values may be, and, with `processes`, how long a call may take, see `Limits`. None for no limits.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages are joined.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see

@@ -31,7 +31,7 @@ class Adapted:
         model = make_model("llama")
         self.bundle: Bundle = export_model(model, folder, stages=4)
         self.adapters: dict[str, Path] = {}
-        self.expected = {None: logits(model)}
+        self.expected: dict[str | None, torch.Tensor] = {None: logits(model)}
         for seed, (name, ranks) in enumerate(RANKS.items()):
             lora = write_lora(model, folder / f"lora-{name}", ranks, seed)
             self.adapters[name] = stagepack.write_adapter(self.bundle, lora, out=folder / name).path

@@ -20,7 +20,7 @@ def test_a_call_with_an_adapter_answers_as_in_torch(case: str, stages: int, tmp_
     name, ranks, settings = CASES[case]
     model = make_model(name)
     bundle = add_onnx(export_model(model, tmp_path, stages=stages)).bundle
-    adapters, expected = {}, {None: logits(model)}
+    adapters, expected = dict[str, Path](), dict[str | None, torch.Tensor]({None: logits(model)})
     for seed, adapter in enumerate(("x", "y")):
         own = {module: rank + 2 * seed for module, rank in ranks.items()}
         lora = write_lora(model, tmp_path / f"lora-{adapter}", own, seed, **settings)
@@ -123,7 +123,7 @@ def test_whole_weights_are_replaced(copied: bool, tmp_path: Path) -> None:
     bundle = add_onnx(export_model(model, tmp_path)).bundle
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     query = "bert.encoder.layer.0.attention.self.query"
-    adapters, expected = {}, {None: logits(model)}
+    adapters, expected = dict[str, Path](), dict[str | None, torch.Tensor]({None: logits(model)})
     for seed, name in enumerate(("x", "y", "z")):
         replaced = {"classifier.weight": state["classifier.weight"] + seed + 1}
         replaced |= {f"{query}.base_layer.bias": state[f"{query}.bias"] + seed} if name == "y" else {}
@@ -137,8 +137,8 @@ def test_whole_weights_are_replaced(copied: bool, tmp_path: Path) -> None:
             expected[name] = logits(model)
         model.load_state_dict(state)
     pipeline = stagepack.load(bundle, adapters=adapters, runtime="onnxruntime", copy=copied)
-    for name, answer in expected.items():
-        torch.testing.assert_close(logits(pipeline, adapter=name), answer, rtol=1e-4, atol=1e-5)
+    for adapter, answer in expected.items():
+        torch.testing.assert_close(logits(pipeline, adapter=adapter), answer, rtol=1e-4, atol=1e-5)
     mixed = logits(pipeline, adapter=["z", None, None])
     torch.testing.assert_close(mixed[0], expected["z"][0], rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="rows of one call cannot have several adapters: x replaces whole weights"):

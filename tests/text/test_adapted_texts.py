@@ -193,7 +193,9 @@ def test_an_encoder_has_the_adapter_of_its_decoder(tmp_path: Path, tmp_path_fact
     bundle, model = family_bundle(tmp_path_factory, "t5"), generating_model("t5")
     prompts = make_prompts("t5", 4)
     adapters: dict[str, Path] = {}
-    expected = {None: generated_by_transformers("t5", model, prompts, 0, max_new_tokens=NEW_TOKENS)}
+    expected: dict[str | None, Any] = {
+        None: generated_by_transformers("t5", model, prompts, 0, max_new_tokens=NEW_TOKENS)
+    }
     for seed, side in enumerate(("encoder", "decoder")):
         ranks = {f"{side}.block.{layer}.layer.0.SelfAttention.{name}": 4 for layer in (0, 1) for name in "qvo"}
         lora = write_lora(model, tmp_path / f"lora-{side}", ranks, seed, lora_alpha=64)
