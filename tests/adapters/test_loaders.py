@@ -113,6 +113,27 @@ def test_weights_that_come_while_the_stages_run_have_the_same_bits(
         assert torch.equal(logits(copied, adapter="first"), llama.expected["first"])
 
 
+def test_adapters_take_a_part_of_the_memory_of_the_device(llama: Adapted) -> None:
+    def resident_bytes(memory: int, **options: Any) -> tuple[int, int]:
+        """The bytes that stay, and those that pass through."""
+        stages: list[Any] = list(stagepack.load(llama.bundle, device_memory=memory, **options).stages)
+        return sum(stage.residency.resident_bytes for stage in stages), sum(
+            stage.residency.streamed_bytes for stage in stages
+        )
+
+    weights, _ = resident_bytes(10**9)
+    tensors = [load_file(path / "adapter.safetensors") for path in llama.adapters.values()]
+    adapters = sum(tensor.nbytes for file in tensors for tensor in file.values())
+    assert resident_bytes(10**9, adapters=llama.adapters) == (weights + adapters, 0)
+    assert resident_bytes(weights) == (weights, 0)
+    assert resident_bytes(weights + adapters, adapters=llama.adapters) == (weights + adapters, 0)
+    staying, passing = resident_bytes(weights, adapters=llama.adapters)
+    assert staying + passing == weights + adapters
+    assert passing >= adapters
+    with pytest.raises(OptionError, match="device_memory: the weights need at least"):
+        stagepack.load(llama.bundle, device_memory=adapters, adapters=llama.adapters)
+
+
 @pytest.mark.parametrize("mode", [True, "whole"])
 def test_compiled_stages_run_adapters(mode: Any, llama: Adapted) -> None:
     pipeline = stagepack.load(llama.bundle, adapters=llama.adapters, compile=mode)

@@ -1,6 +1,7 @@
 """Adapters on a device."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,3 +31,20 @@ def test_adapters_answer_on_the_device(dtype: torch.dtype, device: torch.device,
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mixed, torch.stack([one[0], plain[1], one[2]]), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{"stream": True}, {"device_memory": 64_000}])
+def test_weights_that_come_while_the_stages_run_have_the_same_bits(
+    options: dict[str, Any], device: torch.device, tmp_path: Path
+) -> None:
+    model = make_model("llama")
+    bundle = export_model(model, tmp_path, stages=2)
+    lora = write_lora(model, tmp_path / "lora", RANKS)
+    adapters = {"a": stagepack.write_adapter(bundle, lora, out=tmp_path / "a").path}
+    inputs = {"input_ids": IDS.to(device), "attention_mask": MASK.to(device)}
+    pipeline = stagepack.load(bundle, device=device, adapters=adapters, **options)
+    all_there = stagepack.load(bundle, device=device, adapters=adapters)
+    with torch.no_grad():
+        for adapter in ("a", None, ["a", None, "a"], "a"):
+            expected = all_there(**inputs, adapter=adapter)["logits"]
+            assert torch.equal(pipeline(**inputs, adapter=adapter)["logits"], expected)
