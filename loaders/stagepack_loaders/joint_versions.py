@@ -93,7 +93,7 @@ class JointVersions:
         self._members.append(weakref.ref(stages))
         stages.joint = self
         self.put({id(stages): version})
-        weakref.finalize(stages, self._forget, id(stages)).atexit = False
+        weakref.finalize(stages, self.forget, id(stages)).atexit = False
 
     def put(self, versions: Mapping[int, StageVersion]) -> None:
         """Replace the newest versions of some stages."""
@@ -126,7 +126,8 @@ class JointVersions:
                 self.kept = kept if source.keeps_previous else {}
             report.version, report.previous = staged[0].name, previous[0].name
 
-    def _forget(self, key: int) -> None:
+    def forget(self, key: int) -> None:
+        """Keep no version of stages that are gone, or that have other versions to change with."""
         with self._assigning:
             self.newest = {member: version for member, version in self.newest.items() if member != key}
             self.kept = {member: version for member, version in self.kept.items() if member != key}
@@ -136,4 +137,6 @@ def join_versions(members: Iterable[JointStages]) -> None:
     """Let the versions of stages, which run the same bundle, change together from now on."""
     joint = JointVersions()
     for stages in members:
-        joint.add(stages, stages.newest)
+        alone, version = stages.joint, stages.newest
+        joint.add(stages, version)
+        alone.forget(id(stages))

@@ -26,11 +26,13 @@ from stagepack_loaders.stage_errors import typed_stage_errors
 class OwnState:
     """The buffers that calls of a stage write which have no sequence. They pass on from one version of the stage to the next.
 
+    holder: the stage that has them; None for a stage without any, whose versions it must not keep.
+
     Attributes:
         lock: held while a call uses the buffers of a version, its own or those of a sequence.
     """
 
-    def __init__(self, holder: LoadedStage) -> None:
+    def __init__(self, holder: LoadedStage | None) -> None:
         self.lock = threading.Lock()
         # The stage of the newest version.
         self._holder = holder
@@ -39,7 +41,7 @@ class OwnState:
     def lent_to(self, stage: LoadedStage) -> Iterator[None]:
         """Return a context in which a stage has the buffers; the lock is held. A call may still run on a version before the newest."""
         holder = self._holder
-        if stage is holder:
+        if holder is None or stage is holder:
             yield
             return
         placeholder = holder.fresh_state()
@@ -53,7 +55,8 @@ class OwnState:
         """Let the stage of a new version have the buffers from now on."""
         with self.lock:
             previous, self._holder = self._holder, stage
-            stage.swap_state(previous.swap_state(stage.fresh_state()))
+            if previous is not None:
+                stage.swap_state(previous.swap_state(stage.fresh_state()))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -143,7 +146,7 @@ def stage_driver(entry_point: EntryPoint, stage_number: int, loaded: LoadedStage
         inputs=tuple(edges[edge_name] for edge_name in stage.inputs),
         outputs=tuple(stage.outputs),
         has_state=bool(stage.state),
-        own=OwnState(loaded),
+        own=OwnState(loaded if stage.state else None),
     )
 
 

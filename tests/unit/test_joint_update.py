@@ -1,6 +1,8 @@
 """The entry points of a bundle take other weights together: between the same two calls, with what they share in memory once."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,3 +193,23 @@ def test_weights_that_were_changed_at_one_entry_point_keep_all_from_an_update(ma
     with pytest.raises(UpdateError, match=r"stage 0 cannot take other weights: layers\.3\.bias"):
         pipelines.encode.update(made[1])
     assert pipelines.version == made[0].digest
+
+
+def test_the_version_before_is_freed_at_all_entry_points(made: list[Bundle]) -> None:
+    pipelines = stagepack.load_entry_points(made[0], copy=True)
+    gc.disable()
+    try:
+        for source in (made[1], made[0]):
+            weights = [
+                weakref.ref(pipelines.encode.stages[0].get_parameter("layers.0.weight")),
+                weakref.ref(pipelines.decode.stages[0].get_parameter("layers.2.weight")),
+                weakref.ref(pipelines.decode.stages[1].get_parameter("embed.weight")),
+            ]
+            sequence = pipelines.decode.sequence()
+            pipelines.update(source)
+            assert [weight() is None for weight in weights] == [True, False, False]
+            sequence.close()
+            del sequence
+            assert [weight() is None for weight in weights] == [True, True, True]
+    finally:
+        gc.enable()

@@ -236,6 +236,17 @@ def test_the_version_before_is_freed_with_the_last_call_on_it(counting: list[Bun
     overlapping.close()
 
 
+def test_stages_without_state_keep_no_version_before(bundles: list[Bundle]) -> None:
+    pipeline = stagepack.load(bundles[0], copy=True)
+    gc.disable()
+    try:
+        weights = [weakref.ref(stage.get_parameter(f"{n}.weight")) for n, stage in enumerate(pipeline.stages)]
+        pipeline.update(bundles[1])
+        assert [weight() for weight in weights] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_memory_stays_flat_and_holds_what_changes_twice_at_most(tmp_path: Path) -> None:
     size, weight_bytes = 2048, 4 * 2 * 2048 * 2048
     bundles = []
