@@ -302,7 +302,9 @@ def _open_manifest(
 
 
 def digest_at(url: BundleUrl) -> str:
-    """Return the digest of the bundle or the delta that is at a URL now."""
+    """Return the digest of the bundle or the delta that is at a URL now; empty for one of the Hub that is not asked."""
+    if url.scheme == HUB_SCHEME and is_offline():
+        return ""
     content = _read_manifest(open_remote_store(url), str(url))
     return parse_listed(content, f"{url}/{MANIFEST_NAME}").sha256
 

@@ -1,5 +1,6 @@
 """Keeps the chains of deltas short that models run on, and frees the disk of what was fetched for them and is needed no more."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Final
@@ -65,9 +66,10 @@ class DeltaChains:
     def free(self, running: Iterable[Bundle]) -> None:
         """Remove what is not needed for the bundles that run, nor by a call under way."""
         for digest in self._own.keys() - _needed(running):
-            is_gone = not self._cache.bundle_folder(digest).exists()
-            if remove_with_files(self._cache, digest, self._own[digest]) or is_gone:
-                del self._own[digest]
+            with contextlib.suppress(OSError):  # it is tried again
+                is_gone = not self._cache.bundle_folder(digest).exists()
+                if remove_with_files(self._cache, digest, self._own[digest]) or is_gone:
+                    del self._own[digest]
 
 
 def _needed(running: Iterable[Bundle]) -> set[str]:
