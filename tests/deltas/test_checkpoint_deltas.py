@@ -9,10 +9,12 @@ import numpy
 import pytest
 import torch
 import zstandard
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import stagepack
+from stagepack.cli import main
 from stagepack.errors import CaptureError, MissingPackageError, OutputExistsError
 from stagepack.format.reader import Bundle
 from tests.deltas.conftest import Versions
@@ -223,6 +225,20 @@ def test_versions_are_taken_in_their_order(versions: Versions, tmp_path: Path) -
     # A bundle that deltas did not make has no name: the checksums tell.
     with pytest.raises(CaptureError, match="expected the adler32"):
         stagepack.delta(versions.a, tmp_path / "weight_v2", out=tmp_path / "2.delta")
+
+
+def test_the_command_takes_the_next_version_of_a_chain(versions: Versions, tmp_path: Path) -> None:
+    states = [versions.model(name).state_dict() for name in "abc"]
+    chain: list[str] = []
+    for number in (0, 1):
+        names = {"version": f"{number + 1}", "base_version": f"{number}"}
+        folder = publish(tmp_path / f"weight_v{number + 1}", states[number], states[number + 1], **names)
+        out = str(tmp_path / f"{number}.delta")
+        result = CliRunner().invoke(main, ["delta", str(versions.a), *chain, str(folder), "-o", out, "--json"])
+        assert result.exit_code == 0, result.output
+        chain += ["--delta", out]
+    deltas = [tmp_path / "0.delta", tmp_path / "1.delta"]
+    assert weight_files(stagepack.open(versions.a, deltas=deltas)) == weight_files(stagepack.open(versions.c))
 
 
 def test_checksums_of_a_missing_package_are_told(
