@@ -32,7 +32,7 @@ class _Options:
     examples=[
         "stagepack delta old.stagepack new.stagepack -o step.delta",
         "stagepack delta old.stagepack new.safetensors -o step.delta --version 12",
-        "stagepack delta old.stagepack --delta step-1.delta weight_v000002 -o step-2.delta",
+        "stagepack delta old.stagepack --delta 1.delta weight_v000002 -o 2.delta",
     ],
 )
 def command(options: _Options) -> None:
