@@ -373,11 +373,8 @@ class Runtime(ABC):
 
         Args:
             bundle: the bundle with its adapters. Its weights are those that run.
-            running: the stages that run, by stage number.
-            loading: what the caller asks for.
-
-        Returns:
-            The new stages, by stage number.
+            running: see `stage_version`.
+            loading: see `stage_version`.
 
         Raises:
             AdapterError, DigestError, FormatError: an adapter does not fit the stages, or its file is damaged.

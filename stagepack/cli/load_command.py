@@ -191,12 +191,10 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
     """Refuse options that do not fit together; return the runtime of each stage that is loaded."""
     is_one_stage = options.stage_number is not None
     in_processes = bool(options.processes) or is_launched_group()
+    has_files = options.inputs_file or options.outputs_file
     has_tolerance = (options.rtol, options.atol) != (None, None)
     refused_usage = (
-        (
-            is_one_stage and (options.inputs_file or options.outputs_file),
-            "--inputs and --outputs run the whole pipeline: leave out --stage",
-        ),
+        (is_one_stage and has_files, "--inputs and --outputs run the whole pipeline: leave out --stage"),
         (options.inputs_file and len(options.adapters) > 1, "--inputs runs with one adapter: pass one --adapter"),
         (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
         (

@@ -27,12 +27,7 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics, VersionStatistics
 from stagepack_serving.server.model_part import ModelPart, Part
-from stagepack_serving.server.parameters import (
-    InferenceRequest,
-    InferenceTensor,
-    seconds_left,
-    sequence_parameters,
-)
+from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor, seconds_left, sequence_parameters
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 
