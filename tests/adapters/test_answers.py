@@ -12,11 +12,14 @@ import stagepack
 from stagepack.adapter.rewrite import ChangedGraph, change_graph
 from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError, UpdateError
 from stagepack_loaders.batching import BatchLimit, batch_limit
+from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.preparation import check_runtimes
 from stagepack_loaders.torch import adapter_module
 from stagepack_serving.protocol.interface import Interface
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
 from tests.hostile.attack import run
+from tests.runtimes.numpy_runtime.runtime import NumpyRuntime
 
 LLAMA = {"model.layers.0.self_attn.q_proj": 4, "model.layers.1.mlp.up_proj": 2, "lm_head": 3}
 # Name of the model, its adapted modules, settings.
@@ -146,6 +149,10 @@ def test_a_call_names_adapters_that_are_loaded(tmp_path: Path) -> None:
             logits(pipeline, adapter=adapter)
     with pytest.raises(InputError, match="there is no argument 'adapter'"):
         logits(stagepack.load(bundle), adapter="a")
+    with pytest.raises(
+        OptionError, match="numpy takes no adapters: leave out adapters, or choose runtime='torch' or 'onn"
+    ):
+        check_runtimes([NumpyRuntime()], LoadOptions(adapters=["a"]))
     with pytest.raises(OptionError, match="adapters excludes compiled"):
         stagepack.load(bundle, adapters=[tmp_path / "a"], compiled=tmp_path)
 

@@ -16,6 +16,7 @@ import stagepack
 from stagepack.errors import AdapterError, FormatError, OptionError, OutputExistsError, StagepackError, WriteError
 from stagepack.format.chunks import chunk_digest, file_entry
 from stagepack.format.manifest_codec import encode_manifest
+from stagepack.roads.onnx import add_onnx
 from tests.adapters.lora import PREFIX, write_lora
 from tests.hostile.attack import command_fails
 
@@ -38,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     torch.manual_seed(0)
     model = Model().eval()
-    stagepack.export(model, (torch.randn(3, 8),), out=folder / "m.stagepack", stages=2)
+    add_onnx(stagepack.export(model, (torch.randn(3, 8),), out=folder / "m.stagepack", stages=2))
     write_lora(model, folder / "lora", {"first": 2})
     return folder
 
@@ -185,8 +186,11 @@ def test_a_folder_of_peft_is_refused(attack: str, made: Path, lora: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lora"]
 
 
+@pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
 @pytest.mark.parametrize("name", ["manifest.json", "adapter.safetensors"])
-def test_no_changed_byte_of_an_adapter_is_loaded(name: str, made: Path, lora: Path, tmp_path: Path) -> None:
+def test_no_changed_byte_of_an_adapter_is_loaded(
+    name: str, runtime: str, made: Path, lora: Path, tmp_path: Path
+) -> None:
     adapter = stagepack.write_adapter(made / "m.stagepack", lora, out=tmp_path / "a").path
     content = (adapter / name).read_bytes()
     for position in range(0, len(content), max(1, len(content) // 60)):
@@ -194,18 +198,19 @@ def test_no_changed_byte_of_an_adapter_is_loaded(name: str, made: Path, lora: Pa
         changed[position] ^= 1
         (adapter / name).write_bytes(changed)
         with pytest.raises(StagepackError):
-            stagepack.load(made / "m.stagepack", adapters=[adapter])
+            stagepack.load(made / "m.stagepack", adapters=[adapter], runtime=runtime)
     for length in (0, 7, len(content) // 2):
         (adapter / name).write_bytes(content[:length])
         with pytest.raises(StagepackError):
-            stagepack.load(made / "m.stagepack", adapters=[adapter])
+            stagepack.load(made / "m.stagepack", adapters=[adapter], runtime=runtime)
 
 
+@pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
 @pytest.mark.parametrize(
     ("field", "value"), [("module", "other"), ("weight", "second.weight"), ("weight", "third.weight")]
 )
 def test_a_change_that_no_stage_applies_is_refused(
-    field: str, value: str, made: Path, lora: Path, tmp_path: Path
+    field: str, value: str, runtime: str, made: Path, lora: Path, tmp_path: Path
 ) -> None:
     good = stagepack.write_adapter(made / "m.stagepack", lora, out=tmp_path / "good")
     bad = Path(shutil.copytree(good.path, tmp_path / "bad"))
@@ -219,7 +224,7 @@ def test_a_change_that_no_stage_applies_is_refused(
     document = msgspec.structs.replace(good.document, changes=(change,), files=(entry,))
     (bad / "manifest.json").write_bytes(encode_manifest(document))
     with pytest.raises(AdapterError, match=r"expected a module that uses its weight|which the bundle does not have"):
-        stagepack.load(made / "m.stagepack", adapters=[good.path, bad])
+        stagepack.load(made / "m.stagepack", adapters=[good.path, bad], runtime=runtime)
 
 
 def test_the_output_of_an_adapter_replaces_adapters_alone(made: Path, lora: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 
 from stagepack.errors import GroupError, OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import pinned_adapters
 from stagepack.opening import BundleSource
 from stagepack.partition.profile import DeviceProfile
 from stagepack.partition.target_devices import TargetDevice
@@ -161,6 +162,7 @@ def connect_launched(
     failures: LaunchFailures | None = None
     try:
         opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
+        options = structs.replace(options, adapters=pinned_adapters(opened_bundle, options.adapters))
         group = group_options(options, processes, limits)
         _check_size(opened_bundle, launched_size())
         failures = open_failures(processes.start_seconds, connection)

@@ -16,7 +16,7 @@ from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX
 from stagepack.adapter.opened import OpenAdapter, check_shapes
 from stagepack.adapter.rewrite import ChangedGraph, Pair, change_graph, computing_dtype, without_rows
 from stagepack.adapter.uses import Use, find_uses
-from stagepack.errors import AdapterError, InputError
+from stagepack.errors import InputError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph
 from stagepack_loaders.torch.torch_attributes import torch_attribute
@@ -260,18 +260,6 @@ class AdapterModule(torch.nn.Module):
 
 def _changed_weights(adapter: OpenAdapter) -> object:
     return tuple((change.module, change.weight) for change in adapter.document.changes)
-
-
-def check_changes(adapters: Sequence[OpenAdapter], modules: Sequence[AdapterModule]) -> None:
-    """Refuse adapters with changes that no stage applies; `modules` are those of all stages of a model."""
-    for number, adapter in enumerate(adapters, 1):
-        parts = [module.adapters[number] for module in modules]
-        applied = {use.change.module for part in parts for use in part.uses}
-        unknown = [change.module for change in adapter.document.changes if change.module not in applied]
-        if not unknown and not any(part.replaced for part in parts):
-            unknown = list(adapter.document.replaced)
-        if unknown:
-            raise AdapterError(f"{adapter.location}: changes {unknown[0][:120]}, which no stage of the bundle uses so")
 
 
 class _Gathering:

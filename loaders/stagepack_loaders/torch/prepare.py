@@ -29,7 +29,7 @@ from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.torch.adapter_forms import FormBuilder, adapter_use
-from stagepack_loaders.torch.adapter_module import AdapterModule, check_changes
+from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
@@ -149,12 +149,7 @@ def finish_prepared_stages(stages: Mapping[int, PreparedTorchStage], *, verify: 
     for device in dict.fromkeys(stage.weights.device for stage in stages.values()):
         on_device = [stage for stage in stages.values() if stage.weights.device == device]
         on_device[0].store.open([stage.weights for stage in on_device], verify=verify)
-    finished = {stage_number: stage.finish(verify=verify) for stage_number, stage in stages.items()}
-    modules = [
-        stage.code.compiled_module for stage in stages.values() if isinstance(stage.code.compiled_module, AdapterModule)
-    ]
-    _check_changes(next((stage.weights.bundle for stage in stages.values()), None), modules)
-    return finished
+    return {stage_number: stage.finish(verify=verify) for stage_number, stage in stages.items()}
 
 
 @typed_memory_errors()
@@ -165,21 +160,14 @@ def adapt_stages(bundle: Bundle, running: Mapping[int, TorchStage], loading: Loa
         raise AdapterError(
             f"{bundle.location}: device_memory was divided for the adapters that the pipeline was loaded with: load it again with others"
         )
-    adapted, modules = dict[int, TorchStage](), list[AdapterModule]()
+    adapted = {}
     for stage_number, stage in running.items():
         former = stage.code.compiled_module
         assert isinstance(former, AdapterModule)
-        modules.append(former.with_adapters(bundle, verify=loading.options.verifies_weights))
+        module = former.with_adapters(bundle, verify=loading.options.verifies_weights)
         adapters = AdapterCalls(bundle, [value.name for value in stage.code.graph.inputs])
-        adapted[stage_number] = stage.with_code(replace(stage.code, adapters=adapters, compiled_module=modules[-1]))
-    _check_changes(bundle, modules)
+        adapted[stage_number] = stage.with_code(replace(stage.code, adapters=adapters, compiled_module=module))
     return adapted
-
-
-def _check_changes(bundle: Bundle | None, modules: Sequence[AdapterModule]) -> None:
-    """Refuse adapters with changes that no stage applies, if these are all stages: other entry points may apply what this one does not."""
-    if isinstance(bundle, AdaptedBundle) and len(modules) == len(bundle.stages) and len(bundle.entry_points) == 1:
-        check_changes(list(bundle.adapters.values()), modules)
 
 
 def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], loading: Loading) -> WeightStore:
