@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import threading
 import time
 import weakref
@@ -18,12 +19,22 @@ import torch
 
 import stagepack
 from stagepack.distributed import DistributedPipeline
-from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError, UpdateError
+from stagepack.errors import (
+    AdapterError,
+    DigestError,
+    GroupError,
+    InputError,
+    NotABundleError,
+    OptionError,
+    StageLostError,
+    UpdateError,
+)
 from stagepack_loaders.torch.adapter_module import AdapterModule
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, export_model, logits, make_model
-from tests.distributed.bundles import process_ids
+from tests.distributed.bundles import has_restarts, process_ids
 from tests.process_facts import memory_bytes
+from tests.waiting import wait_until
 
 RANKS = {"model.layers.0.self_attn.q_proj": 4, "model.layers.1.mlp.up_proj": 2, "lm_head": 3}
 NAMES = ("a", "b", "c")
@@ -283,6 +294,39 @@ def test_drawn_loads_and_unloads_under_load(pipeline: Any, made: Made, rounds: i
                 pipeline.load_adapter(made.folder / name)
     print(f"{dict(load.counts)}")  # noqa: T201 - shown if the test fails
     assert all(load.counts[kind] for kind in kinds)
+
+
+@pytest.mark.process
+def test_processes_that_are_started_again_have_the_adapters_that_were_loaded_last(made: Made, tmp_path: Path) -> None:
+    for name in NAMES:
+        shutil.copytree(made.folder / name, tmp_path / name)
+    with stagepack.load(made.bundle, adapters=[tmp_path / "a"], processes=2, max_restarts=1) as pipeline:
+        pipeline.load_adapter(tmp_path / "b")
+        pipeline.load_adapter(tmp_path / "c")
+        pipeline.unload_adapter("a")
+        shutil.rmtree(tmp_path / "a")
+        with pipeline.sequence() as sequence:
+            assert torch.equal(logits(sequence, adapter="b"), made.answers["b"])
+            os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+            wait_until(lambda: has_restarts(pipeline, 1))
+            with pytest.raises(StageLostError):
+                logits(sequence, adapter="b")
+        check(pipeline, made, "b", "c")
+        pipeline.load_adapter(made.folder / "a")
+        check(pipeline, made, "b", "c", "a")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_processes_do_not_start_again_with_an_adapter_that_was_replaced(made: Made, tmp_path: Path) -> None:
+    shutil.copytree(made.folder / "a", tmp_path / "a")
+    with stagepack.load(made.bundle, adapters=[tmp_path / "a"], processes=2, max_restarts=1) as pipeline:
+        shutil.rmtree(tmp_path / "a")
+        shutil.copytree(made.folder / "b", tmp_path / "a")
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(lambda: pipeline.has_ended)
+        with pytest.raises(GroupError, match="expected one list of adapters in all processes"):
+            logits(pipeline, adapter="a")
 
 
 def test_loads_leave_no_memory(made: Made, pipeline: Any, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def connect(
         copy: as for `stagepack.load`.
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
-        adapters: as for `stagepack.load`: the same ones in the same order, for each process on paths of its own.
+        adapters: as for `stagepack.load`: the same ones in the same order, for each process on paths of its own; those of `load_adapter`
+            are on the same path on each machine.
         in_flight: the largest number of requests on their way.
         limits: as for `stagepack.load`.
         microbatch_size: as for `stagepack.load`.

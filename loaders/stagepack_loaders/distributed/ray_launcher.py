@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from stagepack.errors import GroupError, OptionError
 from stagepack.format.reader import Bundle
+from stagepack.named_adapters import pinned_adapters
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, group_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
@@ -265,6 +266,7 @@ def launch(
             f"{opened_bundle.location}: expected a bundle without storage_options, which actors do not get: give credentials by the "
             "environment of each node, or copy the bundle to each node (stagepack pull)"
         )
+    load_options = msgspec.structs.replace(load_options, adapters=pinned_adapters(opened_bundle, load_options.adapters))
     options = group_options(load_options, process_options, limits)
     process_count = len(opened_bundle.stages) if processes is None else processes
     placed, options = over_processes(opened_bundle, process_count, options)

@@ -1,6 +1,7 @@
 """Loads and unloads adapters of models while a server runs: as clients ask by names, or as they appear in a folder."""
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,7 +154,13 @@ class AdapterControl:
 
     async def poll(self) -> None:
         """Load and unload what has changed in the folder, or what other bundles are there for."""
-        listed = await run_in_thread(self.listed)
+        if self.folder is None:
+            return
+        try:
+            listed = await run_in_thread(self.listed)
+        except StagepackError as error:
+            _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+            return
         digests = sorted({model.bundle.digest for model in self.control.models.serving})
         states: dict[str, object] = {
             name: (await run_in_thread(partial(folder_state, named.location)), digests)
@@ -196,10 +203,8 @@ class AdapterControl:
     async def _change_all(self, name: str, named: NamedAdapter | None, *, replaces: bool) -> None:
         async with self.control.changing:
             if named is None:
-                adapter, targets = (
-                    None,
-                    [model for model in self.control.models.serving if name in model.adapters.names],
-                )
+                adapter = None
+                targets = [model for model in self.control.models.serving if name in model.adapters.names]
                 if not targets:
                     raise RequestError(RequestStatus.NOT_FOUND, f"no model and no adapter {name!r:.100} is loaded")
             else:
@@ -279,5 +284,6 @@ def _apply(change: AdapterChange, models: Sequence[ServedModel]) -> None:
     except BaseException:
         for model, former in reversed(changed):
             back = AdapterChange(name=change.name, adapter=former, replaces=True)
-            model.pipeline.executor.update(back, UpdateReport())
+            with contextlib.suppress(StagepackError):  # the first error says what has failed
+                model.pipeline.executor.update(back, UpdateReport())
         raise
