@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from stagepack.adapter.document import ADAPTER, ADAPTER_FORMAT, AdapterDocument
 from stagepack.adapter.opened import OpenAdapter
@@ -10,19 +10,33 @@ from stagepack.deltas.delta import DELTA, Delta
 from stagepack.deltas.document import DELTA_FORMAT, DeltaDocument
 from stagepack.format.file_source import FileSource
 from stagepack.format.manifest import Manifest
-from stagepack.format.manifest_codec import BUNDLE, BUNDLE_FORMAT, kind_name, other_kind_error, parse_document
+from stagepack.format.manifest_codec import (
+    BUNDLE,
+    BUNDLE_FORMAT,
+    DocumentKind,
+    kind_name,
+    other_kind_error,
+    parse_document,
+)
 from stagepack.format.own_folders import document_format, folder_format
 from stagepack.format.reader import Bundle
 
 Listed: TypeAlias = Bundle | Delta | OpenAdapter
 Kind = TypeVar("Kind", Bundle, Delta, OpenAdapter)
 
-_CLASSES: Final = {BUNDLE_FORMAT: Bundle, DELTA_FORMAT: Delta, ADAPTER_FORMAT: OpenAdapter}
-_KINDS: Final = {BUNDLE_FORMAT: BUNDLE, DELTA_FORMAT: DELTA, ADAPTER_FORMAT: ADAPTER}
+_CLASSES: Final[dict[str, type[Bundle] | type[Delta] | type[OpenAdapter]]] = {
+    BUNDLE_FORMAT: Bundle,
+    DELTA_FORMAT: Delta,
+    ADAPTER_FORMAT: OpenAdapter,
+}
+_KINDS: Final[dict[str, DocumentKind[Any]]] = {BUNDLE_FORMAT: BUNDLE, DELTA_FORMAT: DELTA, ADAPTER_FORMAT: ADAPTER}
 
 
 def open_listed(
-    path: str | os.PathLike[str], *, source: FileSource | None = None, expected: type[Listed] = Bundle
+    path: str | os.PathLike[str],
+    *,
+    source: FileSource | None = None,
+    expected: type[Bundle] | type[Delta] | type[OpenAdapter] = Bundle,
 ) -> Listed:
     """Open what a folder has; a folder of no kind is opened as the expected one, whose error says what is there."""
     return _CLASSES.get(folder_format(Path(path)) or "", expected)(path, source=source)

@@ -198,7 +198,7 @@ def _open_location(
     source: str | os.PathLike[str] | Listed,
     digest: str | None,
     storage_options: Mapping[str, Any] | None,
-    expected: type[Listed] = Bundle,
+    expected: type[Bundle] | type[Delta] | type[OpenAdapter] = Bundle,
 ) -> Listed:
     if isinstance(source, ListedFiles):
         return source

@@ -75,15 +75,15 @@ def merge_adapter(
 @contextlib.contextmanager
 def _opened_adapter(adapter: AdapterSource, base: Bundle) -> Iterator[OpenAdapter]:
     """An adapter of a bundle, or of peft, which is written as one of the bundle first."""
-    is_written = isinstance(adapter, ListedFiles) or folder_format(Path(adapter)) is not None
-    if is_written or not (Path(adapter) / PEFT_SETTINGS_NAME).exists():
+    path = None if isinstance(adapter, ListedFiles) else Path(adapter)
+    if path is None or folder_format(path) is not None or not (path / PEFT_SETTINGS_NAME).exists():
         found = open_adapter(adapter)
         found.check_base(base)
         found.verify()
         yield found
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield write_adapter(base, adapter, out=Path(folder) / "adapter")
+        yield write_adapter(base, path, out=Path(folder) / "adapter")
 
 
 class _Merging:

@@ -58,7 +58,8 @@ def tensors(entries: dict[str, tuple[str, list[int]]], **fields: Any) -> Callabl
     """Write other tensors of zeros, by name: a dtype and a shape; and fields of the document."""
 
     def change(editor: BundleEditor) -> None:
-        position, stated = 0, {}
+        position = 0
+        stated: dict[str, Any] = {}
         for name, (dtype, shape) in entries.items():
             size = {"F32": 4, "I32": 4, "F16": 2}[dtype]
             for length in shape:
