@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ import stagepack
 from stagepack.remote import download, http_store
 from tests.hostile.tiny import write_tiny
 from tests.remote.http_server import HttpServer
+from tests.remote.hub_server import TOKEN, HubServer
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +40,18 @@ def server(served: Path, cache: Path) -> Iterator[HttpServer]:
     """A server of the folder, which behaves until a test changes that."""
     with HttpServer(served) as http_server:
         yield http_server
+
+
+@pytest.fixture
+def hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """The hub, with the user's token."""
+    with HubServer(tmp_path / "hub") as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(
+            huggingface_hub.constants, "HF_HUB_DISABLE_XET", True
+        )  # its protocol has servers of its own
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server

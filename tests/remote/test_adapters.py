@@ -10,10 +10,17 @@ from click.testing import CliRunner, Result
 
 import stagepack
 from stagepack.cli import main
+from stagepack.documents import open_listed
 from stagepack.errors import AdapterError, DigestError, OptionError
+from stagepack.remote.cache import Cache
+from stagepack.remote.cache_contents import keep_newest_bundles
 from tests.adapters.lora import write_tiny_adapter
-from tests.conformance.vectors import TINY
+from tests.conformance.vectors import TINY, TINY_DELTA
 from tests.remote.http_server import HttpServer
+from tests.remote.hub_server import REPOSITORY, HubServer
+
+# The library of the hub uses its HTTP client in an old way.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 ROWS = numpy.array([[1, -1], [2, 2]], "float32")
 
@@ -96,3 +103,28 @@ def test_what_is_at_the_place_of_a_download_is_replaced_by_its_kind_alone(
 def test_an_adapter_at_a_url_belongs_to_its_base(adapter_server: HttpServer, served: Path) -> None:
     with pytest.raises(AdapterError, match=rf"{adapter_server.url}/pirate: is an adapter of the bundle"):
         stagepack.load(served / "tiny.stagepack", adapters=[f"{adapter_server.url}/pirate"])
+
+
+@pytest.mark.parametrize("kind", ["bundle", "delta", "adapter"])
+def test_interrupted_downloads_of_each_kind_are_kept(kind: str, adapters: Path, tmp_path: Path) -> None:
+    """Of what a pull begins with, the downloads that are used last stay, with the parts of their files."""
+    folder = {"bundle": TINY, "delta": TINY_DELTA, "adapter": adapters / "pirate"}[kind]
+    listed = open_listed(folder)
+    cache = Cache(tmp_path / "cache")
+    cache.add_manifest(listed.digest, (folder / "manifest.json").read_bytes())
+    parts = {cache.folder / "files" / f"{entry.blake3}.part" for entry in listed.listed}
+    foreign = cache.folder / "files" / f"{'0' * 64}.part"
+    for part in (*parts, foreign):
+        part.touch()
+    keep_newest_bundles(cache, 1)
+    assert set((cache.folder / "files").glob("*.part")) == parts
+
+
+def test_an_adapter_is_pushed_and_loaded(hub: HubServer, adapters: Path) -> None:
+    result = run("push", adapters / "pirate", f"hf://{REPOSITORY}")
+    assert result.exit_code == 0, result.output
+    assert f'adapters={{"name": "hf://{REPOSITORY}"}}' in hub.files[hub.head]["README.md"].decode()
+    assert stagepack.load(TINY, adapters={"pirate": f"hf://{REPOSITORY}"}).adapters == ("pirate",)
+    result = run("push", TINY, f"hf://{REPOSITORY}")  # the files of the adapter are removed
+    assert result.exit_code == 0, result.output
+    assert "adapter.safetensors" not in hub.files[hub.head]

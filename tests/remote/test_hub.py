@@ -1,10 +1,8 @@
 """Bundles on the Hugging Face Hub. It cannot be reached from here: `hub_server` has its endpoints."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -13,25 +11,10 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import NotABundleError, OptionError, RemoteError
 from stagepack.remote.url import BundleUrl
-from tests.remote.hub_server import REPOSITORY, TOKEN, HubServer
+from tests.remote.hub_server import REPOSITORY, HubServer
 
 # The library of the hub uses its HTTP client in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-@pytest.fixture
-def hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """The hub, with the user's token."""
-    with HubServer(tmp_path / "hub") as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(
-            huggingface_hub.constants, "HF_HUB_DISABLE_XET", True
-        )  # its protocol has servers of its own
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield server
 
 
 def run(*arguments: object) -> Result:
