@@ -16,7 +16,10 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 import stagepack
+from stagepack_serving.server import weight_updates
 from stagepack_serving.server.event_loop_threads import run_in_thread
+from tests.adapters.lora import write_tiny_adapter
+from tests.conformance.vectors import TINY_DELTA
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import AnyServer, Client, post, stagepack_server
 from tests.serve.version_models import X, count, export_counter, export_scale
@@ -239,3 +242,12 @@ def test_a_thread_whose_result_nobody_waits_for_any_more_ends_without_an_error()
     asyncio.run(begin_and_cancel())
     may_end.set()
     threads[0].join()  # pytest fails the test for an exception in a thread
+
+
+def test_an_adapter_is_no_step_of_a_chain(tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "a")
+    assert stagepack.open_adapter(adapter).base == stagepack.open_delta(TINY_DELTA).base
+    assert [weight_updates._read_step(path).base for path in (TINY_DELTA, adapter)] == [
+        stagepack.open_delta(TINY_DELTA).base,
+        "",
+    ]

@@ -1,14 +1,18 @@
 """Adapters are signed and verified as bundles are; where a signature is required, each adapter must have one, too."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import stagepack
-from stagepack.errors import DigestError, OptionError, SignatureError
+from stagepack.errors import AdapterError, DigestError, OptionError, SignatureError
+from stagepack.named_adapters import pinned_adapters
 from tests.adapters.lora import write_tiny_adapter
+from tests.bundle_editor import BundleEditor
 
 pytest.importorskip("model_signing", reason="signatures are not tested: pip install '.[sign]' installs model_signing")
 
@@ -108,3 +112,29 @@ def test_a_digest_pins_an_adapter(bundle_path: Path, adapter_path: Path) -> None
     for wrong in ([1], [None], [b"x"], "pirate", [f"{adapter_path}@sha256:1"], ["=x"], [""]):
         with pytest.raises((OptionError, stagepack.errors.NotABundleError)):
             stagepack.load(bundle_path, adapters=wrong)
+
+
+@pytest.mark.process
+def test_a_server_requires_the_signature(signed_bundle: Path, adapter_path: Path, signer: "Signer") -> None:
+    command = [sys.executable, "-m", "stagepack", "serve", signed_bundle, "--adapter", adapter_path]
+    done = subprocess.run(
+        [*command, "--require-signature", signer.public_key], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "pirate: expected a signed adapter, found no model.sig" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_adapters_of_other_bundles_are_left_out_by_a_server(
+    bundle_path: Path, adapter_path: Path, signer: "Signer", tmp_path: Path
+) -> None:
+    bundle = stagepack.open(bundle_path)
+    editor = BundleEditor.copy(adapter_path, tmp_path / "other")
+    editor.write_manifest(editor.manifest() | {"base": "1" * 64})
+    given = [str(adapter_path), str(editor.path)]
+    digest = stagepack.open_adapter(adapter_path).digest
+    assert pinned_adapters(bundle, given, fitting=True) == [f"pirate={adapter_path}@sha256:{digest}"]
+    with pytest.raises(SignatureError, match="expected a signed adapter"):
+        pinned_adapters(bundle, given, signer.public_key, fitting=True)
+    with pytest.raises(AdapterError, match="is an adapter of the bundle 111111111111"):
+        pinned_adapters(bundle, given)
