@@ -108,6 +108,8 @@ def check(server: AnyServer, made: Made, *names: str) -> None:
     entries = post(server.http, "/v2/repository/index", b"")[1]
     ready = [(entry["name"], entry["reason"]) for entry in entries if entry["state"] == "READY" and "reason" in entry]
     assert ready == [(name, "adapter of bert") for name in names]
+    metadata = json.loads(get(server.http, "/v2/models/bert")[1])
+    assert metadata.get("parameters", {}) == ({"adapters": [*names]} if names else {})
     config = json.loads(get(server.http, "/v2/models/bert/config")[1])
     assert config.get("parameters", {}) == ({"adapters": {"string_value": ", ".join(names)}} if names else {})
 
@@ -184,7 +186,8 @@ def test_a_client_never_chooses_a_path(server: LocalServer, made: Made, folder: 
         assert status == 400, (name, text)
     for name in ("..", "empty", "secret", "%2e%2e%2fsecret", "x=y"):
         assert repository(server, name, "load")[0] == 404
-    for body in ({}, {"lora_name": "x"}, {"lora_name": 1, "lora_path": "formal"}, []):
+    bodies: list[Any] = [{}, {"lora_name": "x"}, {"lora_name": 1, "lora_path": "formal"}, []]
+    for body in bodies:
         assert _post_text(server, "/v1/load_lora_adapter", body)[0] == 400
     check(server, made)
 

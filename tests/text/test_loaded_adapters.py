@@ -126,7 +126,7 @@ def test_a_text_that_waits_is_refused_when_its_adapter_is_unloaded(made: Made) -
         [generator] = [part for part in model.parts.values() if hasattr(part, "_text_loop")]
         # The first call waits, with the texts that have the rows of the cache.
         gate, run = threading.Event(), model._executor._run_stage
-        model._executor._run_stage = lambda *args: (gate.wait(30), run(*args))[1]  # type: ignore[method-assign]
+        model._executor._run_stage = lambda *args: (gate.wait(30), run(*args))[1]
         running = [pool.submit(ask, server, name) for name in ("first", "second", "first", None)]
         wait_until(lambda: generator.text_count == 4)
         waiting = [pool.submit(ask, server, name) for name in ("second", None, "first")]
@@ -151,7 +151,7 @@ def test_texts_while_adapters_are_loaded_and_unloaded(made: Made, options: Seque
     draw, loaded, has_ended = random.Random(rounds), set[str](), threading.Event()  # noqa: S311 - the same in each run
     counts, faults = Counter[str](), list[Any]()
 
-    def call(seed: int) -> None:
+    def call(server: AnyServer, seed: int) -> None:
         drawn = random.Random(seed)  # noqa: S311 - the same names in each run
         while not has_ended.is_set():
             name = drawn.choice((None, *NAMES))
@@ -166,7 +166,7 @@ def test_texts_while_adapters_are_loaded_and_unloaded(made: Made, options: Seque
                     faults.append((name, [other for other, tokens in made.tokens.items() if tokens == found], found))
 
     with served(made, *options, serve=serving) as server, ThreadPoolExecutor(6) as pool:
-        calls = [pool.submit(call, seed) for seed in range(6)]
+        calls = [pool.submit(call, server, seed) for seed in range(6)]
         try:
             end_time = time.monotonic() + 120
             kinds = ("None", "refused", *NAMES)

@@ -32,13 +32,14 @@ class TensorMetadata(Answer):
 
 
 class ModelMetadata(Answer):
-    """A model, and its versions that take requests."""
+    """A model, and its versions that take requests. The parameter ``adapters`` has the names of its adapters."""
 
     name: str
     versions: list[str]
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+    parameters: dict[str, Any] = {}
 
 
 class OutputTensor(Answer):
