@@ -22,7 +22,7 @@ from stagepack.adapter.rewrite import Pair, computing_dtype
 from stagepack.adapter.uses import MERGE_ADVICE, Use, weight_users
 from stagepack.errors import AdapterError
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.protobuf import Field, decode_fields, encode_fields
+from stagepack.format.protobuf import Field, join_message, split_message
 from stagepack.graph.region_functions import value_types
 
 # Field numbers of onnx.proto.
@@ -70,23 +70,16 @@ class AdaptedModel:
 
 
 def adapt_model(content: bytes, graph: Graph, changes: ModelChanges, rows_name: str, file_name: str) -> AdaptedModel:
-    """Return a model that applies changes.
+    """Return a model that applies changes, in the place of the model of the stage with this graph; refuse one that uses a weight otherwise.
 
-    Args:
-        content: the ONNX file of the stage.
-        graph: its graph.
-        changes: what adapters change.
-        rows_name: the name of the further input, the numbers of the adapters of the rows.
-        file_name: the name of the file of the stacked tensors.
-
-    Raises:
-        AdapterError: the model uses a weight otherwise than the graph.
+    rows_name: the name of the further input, the numbers of the adapters of the rows.
+    file_name: the name of the file of the stacked tensors.
     """
-    model = decode_fields(content)
+    model = split_message(content)
     [graph_index] = [index for index, part in enumerate(model) if part.number == _MODEL_GRAPH]
     [graph_message] = _messages(model, _MODEL_GRAPH)
-    parts = decode_fields(graph_message)
-    nodes = [decode_fields(message) for message in _messages(parts, _GRAPH_NODE)]
+    parts = split_message(graph_message)
+    nodes = [split_message(message) for message in _messages(parts, _GRAPH_NODE)]
     names = {text for node in nodes for text in (*_texts(node, NODE_INPUT), *_texts(node, NODE_OUTPUT))}
     prefix = "adapter"
     while any(name.startswith(f"{prefix}.") for name in names):
@@ -100,13 +93,13 @@ def adapt_model(content: bytes, graph: Graph, changes: ModelChanges, rows_name: 
     for number, node in enumerate(nodes):
         changing.apply(node, use_of_node[number]) if number in use_of_node else added.nodes.append(node)
     new_parts = [
-        *(Field(_GRAPH_NODE, encode_fields(node)) for node in added.nodes),
+        *(Field(_GRAPH_NODE, join_message(node)) for node in added.nodes),
         *(part for part in parts if part.number not in (_GRAPH_NODE, _GRAPH_INITIALIZER)),
         *(Field(_GRAPH_INITIALIZER, tensor) for tensor in (*initializers, *added.initializers)),
         Field(_GRAPH_INPUT, rows_input(rows_name)),
     ]
-    model[graph_index] = Field(_MODEL_GRAPH, encode_fields(new_parts))
-    return AdaptedModel(encode_fields(model), added.tensors, added.byte_count, new_names)
+    model[graph_index] = Field(_MODEL_GRAPH, join_message(new_parts))
+    return AdaptedModel(join_message(model), added.tensors, added.byte_count, new_names)
 
 
 def _texts(message: Sequence[Field], number: int) -> list[str]:
@@ -171,16 +164,16 @@ def _choose_whole(added: AddedNodes, weight: Weight, count: int, changes: ModelC
 
 
 def _renamed(tensor: bytes, new_names: Mapping[str, str]) -> bytes:
-    fields = decode_fields(tensor)
+    fields = split_message(tensor)
     name = _text(fields, _TENSOR_NAME)
     if name not in new_names:
         return tensor
     new_name = Field(_TENSOR_NAME, encoded(new_names[name]))
-    return encode_fields(new_name if part.number == _TENSOR_NAME else part for part in fields)
+    return join_message(new_name if part.number == _TENSOR_NAME else part for part in fields)
 
 
 def _check_found(new_names: Mapping[str, str], initializers: Sequence[bytes]) -> None:
-    found = {name for tensor in initializers for name in _texts(decode_fields(tensor), _TENSOR_NAME)}
+    found = {name for tensor in initializers for name in _texts(split_message(tensor), _TENSOR_NAME)}
     for name, new_name in new_names.items():
         if new_name not in found:
             raise _other_use(f"{name[:120]}: expected an ONNX model that has this weight")

@@ -7,7 +7,7 @@ from typing import Final
 
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.onnx import ELEMENT_TYPES
-from stagepack.format.protobuf import Field, encode_fields
+from stagepack.format.protobuf import Field, join_message
 
 # Field numbers of onnx.proto.
 NODE_INPUT, NODE_OUTPUT, NODE_OPERATOR, _NODE_ATTRIBUTE = 1, 2, 4, 5
@@ -44,9 +44,9 @@ def encoded(name: str) -> bytes:
 
 def rows_input(name: str) -> bytes:
     """Return an input of a model, int64 [rows]."""
-    dimension = encode_fields([Field(2, b"adapter rows")])
-    tensor_type = encode_fields([Field(1, ELEMENT_TYPES["int64"]), Field(2, encode_fields([Field(1, dimension)]))])
-    return encode_fields([Field(1, encoded(name)), Field(2, encode_fields([Field(1, tensor_type)]))])
+    dimension = join_message([Field(2, b"adapter rows")])
+    tensor_type = join_message([Field(1, ELEMENT_TYPES["int64"]), Field(2, join_message([Field(1, dimension)]))])
+    return join_message([Field(1, encoded(name)), Field(2, join_message([Field(1, tensor_type)]))])
 
 
 class AddedNodes:
@@ -106,7 +106,7 @@ class AddedNodes:
             name = self._known[values] = self.new_name()
             content = b"".join(value.to_bytes(8, "little", signed=True) for value in values)
             fields = [Field(1, len(values)), Field(2, ELEMENT_TYPES["int64"]), Field(8, encoded(name))]
-            self.initializers.append(encode_fields([*fields, Field(9, content)]))
+            self.initializers.append(join_message([*fields, Field(9, content)]))
         return self._known[values]
 
     def stacked(self, target: str, role: str, shape: tuple[int, ...], dtype: str) -> str:
@@ -118,11 +118,11 @@ class AddedNodes:
             self.byte_count = start + length
             entries = {"location": self._file_name, "offset": str(start), "length": str(length)}
             places = [
-                Field(13, encode_fields([Field(1, encoded(key)), Field(2, encoded(text))]))
+                Field(13, join_message([Field(1, encoded(key)), Field(2, encoded(text))]))
                 for key, text in entries.items()
             ]
             fields = [*(Field(1, size) for size in shape), Field(2, ELEMENT_TYPES[dtype]), Field(8, encoded(name))]
-            self.initializers.append(encode_fields([*fields, *places, Field(14, 1)]))
+            self.initializers.append(join_message([*fields, *places, Field(14, 1)]))
         return self._known[target, role]
 
     def choose(self, condition: str, chosen: "tuple[str, Sequence[str]]", other: str, output: str) -> None:
@@ -136,9 +136,9 @@ class AddedNodes:
 
     def _branch(self, operator: str, inputs: Sequence[str]) -> bytes:
         name = self.new_name() + operator
-        node = encode_fields(_node(operator, inputs, {}, name))
-        result = encode_fields([Field(1, encoded(name))])
-        return encode_fields([Field(1, node), Field(2, encoded(name)), Field(12, result)])
+        node = join_message(_node(operator, inputs, {}, name))
+        result = join_message([Field(1, encoded(name))])
+        return join_message([Field(1, node), Field(2, encoded(name)), Field(12, result)])
 
 
 def _node(operator: str, inputs: Sequence[str], attributes: Mapping[str, int | bytes], output: str) -> list[Field]:
@@ -153,6 +153,6 @@ def _node(operator: str, inputs: Sequence[str], attributes: Mapping[str, int | b
 def _attribute(name: str, value: int | bytes) -> bytes:
     is_integer = isinstance(value, int)
     content = Field(3, value) if is_integer else Field(6, value)
-    return encode_fields(
+    return join_message(
         [Field(1, encoded(name)), content, Field(20, _INTEGER_ATTRIBUTE if is_integer else _GRAPH_ATTRIBUTE)]
     )

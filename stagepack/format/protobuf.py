@@ -31,7 +31,7 @@ def read_varint(content: bytes, position: int) -> tuple[int, int]:
     raise ValueError("an integer has more than 10 bytes")
 
 
-def decode_fields(content: bytes) -> list[Field]:
+def split_message(content: bytes) -> list[Field]:
     """Return the fields of a message whose structure was checked, in order."""
     fields, position = [], 0
     while position < len(content):
@@ -49,8 +49,8 @@ def decode_fields(content: bytes) -> list[Field]:
     return fields
 
 
-def encode_fields(fields: Iterable[Field]) -> bytes:
-    """Return the message of fields. Law: ``decode_fields(encode_fields(fields)) == fields``, with the wire type 0 for integers."""
+def join_message(fields: Iterable[Field]) -> bytes:
+    """Return the message of fields. Law: ``split_message(join_message(fields)) == fields``, with the wire type 0 for integers."""
     content = bytearray()
     for number, value, wire_type in fields:
         if isinstance(value, int):

@@ -250,6 +250,7 @@ def test_the_command_runs_inputs_with_the_adapter_that_it_is_given(tmp_path: Pat
     assert "placed:" not in result.output
     assert torch.equal(load_file(tmp_path / "y.safetensors")["output.0"], expected)
     assert run("load", str(bundle.path), "--adapter", str(tmp_path / "a")).exit_code == 0  # the example has none
+    assert run("load", str(bundle.path), "--stage", "1", "--adapter", str(tmp_path / "a")).exit_code == 0
     refused = run("load", *words, "--adapter", f"b={tmp_path / 'a'}")
     assert "--inputs runs with one adapter" in refused.output
 

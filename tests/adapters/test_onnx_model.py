@@ -14,7 +14,7 @@ from stagepack.adapter.uses import find_uses
 from stagepack.errors import AdapterError, FormatError
 from stagepack.format.graph import Graph
 from stagepack.format.onnx import parse_onnx_model
-from stagepack.format.protobuf import Field, decode_fields, encode_fields
+from stagepack.format.protobuf import Field, join_message, split_message
 from stagepack.roads.onnx import add_onnx
 from tests.adapters.lora import write_lora
 from tests.adapters.models import export_model, make_model
@@ -33,7 +33,7 @@ fields = st.lists(
 
 @given(fields)
 def test_the_fields_of_a_message_are_read_as_they_were_written(message: list[Field]) -> None:
-    assert decode_fields(encode_fields(message)) == message
+    assert split_message(join_message(message)) == message
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, ModelChanges,
 
 def test_the_model_is_one_that_the_parser_takes(gpt2: tuple[Graph, ModelChanges, bytes]) -> None:
     graph, changes, content = gpt2
-    assert encode_fields(decode_fields(content)) == content
+    assert join_message(split_message(content)) == content
     before, adapted = parse_onnx_model(content, "m"), adapt_model(content, graph, changes, "adapter.rows", "f")
     after = parse_onnx_model(adapted.content, "m")
     assert [value.name for value in after.inputs] == [*(value.name for value in before.inputs), "adapter.rows"]
