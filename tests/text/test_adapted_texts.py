@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import stagepack
 from stagepack.errors import InputError
+from stagepack.roads.onnx import add_onnx
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import make_model
 from tests.serve.local_server import LocalServer, local_server, refusal
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / "model")
     (folder / "model" / "tokenizer.json").write_text(tokenizer().to_str())
-    bundle = stagepack.export(folder / "model", out=folder / "llama.stagepack", stages=2, generate=32)
+    bundle = add_onnx(stagepack.export(folder / "model", out=folder / "llama.stagepack", stages=2, generate=32)).bundle
     for seed, (name, ranks) in enumerate(RANKS.items()):
         lora = write_lora(model, folder / f"lora-{name}", ranks, seed, lora_alpha=64)
         stagepack.write_adapter(bundle, lora, out=folder / name)
@@ -67,8 +68,13 @@ def expected(folder: Path) -> dict[str | None, list[list[int]]]:
     return answers
 
 
-def test_each_text_of_a_batch_has_its_own_adapter(folder: Path, expected: Any) -> None:
-    pipeline = stagepack.load(folder / "llama.stagepack", adapters=[folder / name for name in RANKS])
+RUNTIMES = ["torch", pytest.param("onnxruntime", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_each_text_of_a_batch_has_its_own_adapter(runtime: str, folder: Path, expected: Any) -> None:
+    adapters = [folder / name for name in RANKS]
+    pipeline = stagepack.load(folder / "llama.stagepack", adapters=adapters, runtime=runtime)
     for adapter in ("first", None, ["second", None, "first"]):
         names = adapter if isinstance(adapter, list) else [adapter] * 3
         found = pipeline.generate(PROMPTS, max_new_tokens=NEW_TOKENS, adapter=adapter)
@@ -77,9 +83,10 @@ def test_each_text_of_a_batch_has_its_own_adapter(folder: Path, expected: Any) -
         pipeline.generate(PROMPTS, max_new_tokens=2, adapter="third")
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[LocalServer]:
+@pytest.fixture(scope="module", params=RUNTIMES)
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[LocalServer]:
     options = [word for name in RANKS for word in ("--adapter", str(folder / name))]
+    options += ["--runtime", request.param]
     with local_server([folder / "llama.stagepack"], *options) as server:
         yield server
 
