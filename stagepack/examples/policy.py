@@ -103,7 +103,7 @@ class Server:
 
     def _post(self, path: str, content: object) -> Any:
         request = urllib.request.Request(f"http://{self.address}/v2/{path}", json.dumps(content).encode())
-        with urllib.request.urlopen(request) as answer:  # noqa: S310 - the same
+        with urllib.request.urlopen(request) as answer:  # noqa: S310 - its scheme is http
             return json.load(answer)
 
 

@@ -75,7 +75,8 @@ class CheckpointDelta:
         base_version = "" if bundle.patches is None else bundle.patches.version
         if base_version not in ("", found := str(self.metadata.base_version)):
             raise CaptureError(
-                f"{self.path}: expected a delta on {base_version!r}, the bundle, found one on {found[:80]!r}"
+                f"{self.path}: expected a delta on {base_version!r}, as the version of the bundle is named, found one on {found[:80]!r}: "
+                "take the deltas in order, under the names of their trainer"
             )
         weights, base = weights_by_name(bundle), _StoredBytes(bundle)
         placed = placements(self.frames, weights)
