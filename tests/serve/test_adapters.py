@@ -239,7 +239,7 @@ def test_adapters_and_models_have_distinct_names(made: Made, folder: Path, tmp_p
 def test_a_polled_folder_is_followed(made: Made, folder: Path) -> None:
     shutil.move(folder / "third", folder.parent / "third")
     (folder / "broken").mkdir()
-    (folder / "broken" / "adapter.json").write_text("{}")
+    (folder / "broken" / "manifest.json").write_text("{}")
     options = ("--adapter-folder", str(folder), "--model-control", "poll", "--poll-s", "0.1")
     with local_server([made.bundle], *options) as server:
         numpy.testing.assert_allclose(ask(server, "formal"), made.answers["formal"], rtol=1e-6, atol=1e-6)

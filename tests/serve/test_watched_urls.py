@@ -189,7 +189,7 @@ def test_what_is_not_signed_is_not_taken(
     target = publish(store, made / "2.delta")
     options = ("--watch-deltas", f"{store.url}/deltas", "--require-signature", str(signer.public_key))
     with local_server([f"scale={base}"], *options) as server:
-        wait_until(lambda: any("expected a signed bundle" in record.getMessage() for record in caplog.records))
+        wait_until(lambda: any("expected a signed delta" in record.getMessage() for record in caplog.records))
         assert ask(server)[0] == 1.0
     stagepack.sign(target, key=signer.key)
     with local_server([f"scale={base}"], *options) as server:
