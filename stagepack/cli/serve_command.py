@@ -146,15 +146,13 @@ def _watched_deltas(options: ServeOptions) -> "WatchedDeltas | None":
 
 
 def _check_adapters(models: "ModelRegistry", options: ServeOptions) -> None:
-    """Refuse adapters that were made for none of the bundles, and those whose name is that of a model."""
+    """Refuse adapters that were made for none of the bundles."""
     served = {adapter for model in models for adapter in model.adapters.names}
     unused = [adapter.name for adapter in named_adapters(options.adapters) if adapter.name not in served]
     if unused and options.repository is None:
         fail(
             f"--adapter {unused[0]}: was made for none of the bundles: make it for the one that it belongs to (stagepack adapter)"
         )
-    if named_twice := sorted(served.intersection(model.name for model in models)):
-        fail(f"--adapter {named_twice[0]}: a model has this name, and clients name both in one field: pass NAME=FOLDER")
 
 
 def _set_up_process(options: ServeOptions) -> None:

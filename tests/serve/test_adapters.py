@@ -20,6 +20,7 @@ from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import make_model
 from tests.serve.local_server import LocalServer, local_server, serving
 from tests.serve.servers import AnyServer, Client, get, post, post_json, refused
+from tests.serve.version_models import export_scale
 from tests.waiting import wait_until
 
 IDS = torch.tensor([[5, 9, 31, 7], [7, 8, 9, 3], [3, 3, 4, 1]])
@@ -234,6 +235,24 @@ def test_adapters_and_models_have_distinct_names(made: Made, folder: Path, tmp_p
         # All models of the bundle take it.
         assert repository(server, "formal", "load")[0] == 200
         assert all(model.adapters.names == ("formal",) for model in server.control.models.serving)
+
+
+def test_a_model_that_brings_an_adapter_with_the_name_of_a_model_is_refused(
+    made: Made, folder: Path, tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(made.bundle, models / "bert" / "1")
+    export_scale(models / "formal" / "1", 2.0)
+    options = ("--model-repository", str(models), "--load-model", "formal", "--adapter", str(folder / "formal"))
+    with local_server([], *options, *EXPLICIT) as server:
+        status, answer = repository(server, "bert", "load")
+        assert status == 400
+        assert "found 'formal', which is a model and an adapter of bert: pass --adapter NAME=FOLDER" in answer["error"]
+        assert repository(server, "formal", "unload")[0] == 200
+        assert repository(server, "bert", "load")[0] == 200
+        check(server, made, "formal")
+        status, answer = repository(server, "formal", "load")
+        assert (status, "an adapter of bert: unload it first" in answer["error"]) == (400, True)
 
 
 def test_a_polled_folder_is_followed(made: Made, folder: Path) -> None:

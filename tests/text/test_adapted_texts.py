@@ -154,7 +154,7 @@ def test_a_server_refuses_adapters_that_it_cannot_run(folder: Path, tmp_path: Pa
     line = refusal(other.path, "--adapter", folder / "first")
     assert "--adapter first: was made for none of the bundles" in line
     line = refusal(f"first={folder / 'llama.stagepack'}", "--adapter", folder / "first")
-    assert "--adapter first: a model has this name" in line
+    assert "found 'first', which is a model and an adapter of first: pass --adapter NAME=FOLDER" in line
 
 
 def test_a_request_of_the_protocol_names_its_adapter(tmp_path: Path) -> None:

@@ -336,6 +336,9 @@ class ModelControl:
             problem = f"{model.name!r} in two bundles" if model.name in other_names else ""
             if model.name in adapters:
                 problem = f"{model.name!r}, which is an adapter of {adapters[model.name]}: unload it first"
+            if taken := {*other_names, *(other.name for other in bundle.models)}.intersection(model.adapters.names):
+                cure = "pass --adapter NAME=FOLDER, or unload the model first"
+                problem = f"{min(taken)!r}, which is a model and an adapter of {model.name}: {cure}"
             if problem:
                 bundle.close(_CLOSE_SECONDS)
                 raise InputError(f"expected distinct names of models and adapters, found {problem}")
