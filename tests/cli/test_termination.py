@@ -80,7 +80,7 @@ def test_an_interrupt_that_is_dropped_comes_again(drop: Callable[[], None], capf
 
 
 def test_an_interrupt_that_is_caught_comes_once() -> None:
-    caught = []
+    caught: list[type | None] = []
 
     def catch() -> None:
         with contextlib.suppress(KeyboardInterrupt):
