@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 import stagepack
-from stagepack_serving.server import weight_updates
+from stagepack_serving.server import watched_deltas
 from stagepack_serving.server.event_loop_threads import run_in_thread
 from tests.adapters.lora import write_tiny_adapter
 from tests.conformance.vectors import TINY_DELTA
@@ -247,7 +247,7 @@ def test_a_thread_whose_result_nobody_waits_for_any_more_ends_without_an_error()
 def test_an_adapter_is_no_step_of_a_chain(tmp_path: Path) -> None:
     adapter = write_tiny_adapter(tmp_path / "a")
     assert stagepack.open_adapter(adapter).base == stagepack.open_delta(TINY_DELTA).base
-    assert [weight_updates._read_step(path).base for path in (TINY_DELTA, adapter)] == [
+    assert [watched_deltas._read_base(path) for path in (TINY_DELTA, adapter)] == [
         stagepack.open_delta(TINY_DELTA).base,
         "",
     ]

@@ -109,6 +109,7 @@ def test_a_digest_pins_an_adapter(bundle_path: Path, adapter_path: Path) -> None
     with pytest.raises(DigestError, match=f"expected the adapter of the digest {'0' * 64}, found {digest}"):
         stagepack.load(bundle_path, adapters=[f"{adapter_path}@sha256:{'0' * 64}"])
     wrong: Any
+    wrong: Any
     for wrong in ([1], [None], [b"x"], "pirate", [f"{adapter_path}@sha256:1"], ["=x"], [""]):
         with pytest.raises((OptionError, stagepack.errors.NotABundleError)):
             stagepack.load(bundle_path, adapters=wrong)

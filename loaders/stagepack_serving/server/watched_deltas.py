@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from stagepack.deltas.delta import Delta
+from stagepack.deltas.document import DELTA_FORMAT
 from stagepack.errors import RemoteError, StagepackError
 from stagepack.extras import explain_missing_packages
 from stagepack.format import limits
@@ -74,8 +75,9 @@ class WatchedDeltas(Protocol):
 
 
 class _Base(msgspec.Struct):
-    """What the document of a delta says of its place in a chain."""
+    """What a document says of its place in a chain, if it is that of a delta."""
 
+    format: str = ""
     base: str = ""
 
 
@@ -183,6 +185,7 @@ def _read_base(path: Path) -> str:
     """The digest of the base of a delta; empty for anything else."""
     try:
         with open_regular_file(path / MANIFEST_NAME) as file:
-            return msgspec.json.decode(file.read(limits.MANIFEST_BYTES), type=_Base).base
+            document = msgspec.json.decode(file.read(limits.MANIFEST_BYTES), type=_Base)
     except (OSError, ValueError):
         return ""
+    return document.base if document.format == DELTA_FORMAT else ""
