@@ -26,7 +26,7 @@ ROWS_NAME: Final = "adapter.rows"
 
 
 class AdaptedBundle(Bundle):
-    """A bundle with adapters, in the stages of another one; see `stagepack.opening.with_adapters`.
+    """A bundle with adapters, in the stages of another one; see `stagepack.named_adapters.with_adapters`.
 
     Attributes:
         adapters: the adapters by name. The first one has the number 1; the number 0 stands for none.

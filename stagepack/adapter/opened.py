@@ -175,12 +175,16 @@ def check_fits(
     changed = [*(change.weight for change in document.changes), *document.replaced]
     if unknown := [weight_name for weight_name in changed if weight_name not in known]:
         raise AdapterError(f"{name}: changes {unknown[0][:120]}, which the bundle does not have")
-    for module, reason in unused_changes(graphs, by_module).items():
-        raise AdapterError(
-            f"{name}: {module[:120]}: expected a module that uses its weight, but {reason}: {MERGE_ADVICE}"
-        )
-    for graph in graphs:
-        check_shapes(graph, find_uses(graph, by_module), document, tensors, name)
+    uses = [find_uses(graph, by_module) for graph in graphs]
+    applied = {use.change.module for found in uses for use in found}
+    for change in document.changes:
+        if change.module not in applied:
+            [reason] = unused_changes(graphs, {change.module: change}).values()
+            raise AdapterError(
+                f"{name}: {change.module[:120]}: expected a module that uses its weight, but {reason}: {MERGE_ADVICE}"
+            )
+    for graph, found in zip(graphs, uses, strict=True):
+        check_shapes(graph, found, document, tensors, name)
 
 
 def check_shapes(
@@ -200,8 +204,9 @@ def check_shapes(
             raise AdapterError(
                 f"{name}: {module[:120]}: expected a bias of {use.sizes[1]} numbers, found {list(bias.shape)}"
             )
+    replaced = set(document.replaced)
     for weight in graph.weights:
-        tensor = tensors.get(weight.names[0]) if weight.names[0] in document.replaced else None
+        tensor = tensors.get(weight.names[0]) if weight.names[0] in replaced else None
         if tensor is not None and (tensor.shape != weight.shape or weight.base is not None):
             raise AdapterError(
                 f"{name}: {weight.names[0][:120]}: expected the shape {list(weight.shape)}, found {list(tensor.shape)}"
