@@ -109,7 +109,6 @@ def test_a_digest_pins_an_adapter(bundle_path: Path, adapter_path: Path) -> None
     with pytest.raises(DigestError, match=f"expected the adapter of the digest {'0' * 64}, found {digest}"):
         stagepack.load(bundle_path, adapters=[f"{adapter_path}@sha256:{'0' * 64}"])
     wrong: Any
-    wrong: Any
     for wrong in ([1], [None], [b"x"], "pirate", [f"{adapter_path}@sha256:1"], ["=x"], [""]):
         with pytest.raises((OptionError, stagepack.errors.NotABundleError)):
             stagepack.load(bundle_path, adapters=wrong)
@@ -117,9 +116,13 @@ def test_a_digest_pins_an_adapter(bundle_path: Path, adapter_path: Path) -> None
 
 @pytest.mark.process
 def test_a_server_requires_the_signature(signed_bundle: Path, adapter_path: Path, signer: "Signer") -> None:
-    command = [sys.executable, "-m", "stagepack", "serve", signed_bundle, "--adapter", adapter_path]
+    command = [sys.executable, "-m", "stagepack", "serve", str(signed_bundle), "--adapter", str(adapter_path)]
     done = subprocess.run(
-        [*command, "--require-signature", signer.public_key], capture_output=True, text=True, timeout=120, check=False
+        [*command, "--require-signature", str(signer.public_key)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 1
     assert "pirate: expected a signed adapter, found no model.sig" in done.stderr
