@@ -28,15 +28,15 @@ _COMMAND_GROUPS = {
         "apply": "Write the bundle that deltas make of another one.",
     },
     "Examine bundles": {
-        "inspect": "Show a bundle in stages, or what a delta changes.",
-        "verify": "Check a bundle or a delta against its digests and the format rules.",
-        "sign": "Sign a bundle or a delta.",
-        "diff": "Show what differs between two bundles, or what a delta changes.",
+        "inspect": "Show a bundle in stages, or what a delta or an adapter changes.",
+        "verify": "Check a bundle, a delta or an adapter by its digests and the rules.",
+        "sign": "Sign a bundle, a delta or an adapter.",
+        "diff": "Show what differs between two bundles or adapters, or in a delta.",
         "report": "Write a report about a bundle as an HTML page.",
     },
     "Exchange bundles": {
-        "pull": "Download a bundle or a delta into a folder.",
-        "push": "Upload a bundle or a delta to the Hugging Face Hub.",
+        "pull": "Download a bundle, a delta or an adapter into a folder.",
+        "push": "Upload a bundle, a delta or an adapter to the Hugging Face Hub.",
         "cache": "List the downloaded bundles, or remove some.",
     },
     "Run bundles": {

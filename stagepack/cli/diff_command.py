@@ -33,7 +33,7 @@ class _Options:
     "diff", examples=["stagepack diff net.stagepack tuned.stagepack", "stagepack diff a.stagepack b.stagepack --json"]
 )
 def command(options: _Options) -> None:
-    """Show what differs between two bundles, or between two adapters, or what a delta changes.
+    """Show what differs between two bundles or adapters, or in a delta.
 
     Compared are the graph of the whole model, whatever its cut, the weights by name, the cut, and the other files. Bundles of one digest
     are equal; otherwise the weights are read whose files differ. A#NAME and B#NAME compare one entry point of each. B may be a delta on A,

@@ -53,7 +53,7 @@ class _Options(BundleOptions):
     ],
 )
 def command(options: _Options) -> None:
-    """Check a bundle, a delta or an adapter against its digests and the format rules.
+    """Check a bundle, a delta or an adapter by its digests and the rules.
 
     Every file must have the digest that the manifest lists, and every graph must follow the rules of the format. Needs no torch
     without --run, and does not check rule G16 then: whether the operators return what the graphs state. 'load' checks it.
