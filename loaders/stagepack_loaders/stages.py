@@ -131,8 +131,8 @@ class StageDriver:
 
     def take_over(self) -> None:
         """Pass the buffers of calls without a sequence from the version before on to this one, which becomes the newest."""
-        if self.has_state:
-            self.own.pass_on(self.loaded)
+        # Also where there are none: nothing refers to the version before.
+        self.own.pass_on(self.loaded)
 
 
 def stage_driver(entry_point: EntryPoint, stage_number: int, loaded: LoadedStage) -> StageDriver:

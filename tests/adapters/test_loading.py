@@ -198,12 +198,14 @@ def tensors_of(pipeline: Any, number: int) -> list["weakref.ref[torch.Tensor]"]:
     return found
 
 
-def test_an_adapter_is_free_after_its_last_sequence(made: Made) -> None:
-    pipeline = stagepack.load(made.bundle, adapters=[])
+@pytest.mark.parametrize("at_start", [False, True])
+def test_an_adapter_is_free_after_its_last_sequence(made: Made, at_start: bool) -> None:
+    pipeline = stagepack.load(made.bundle, adapters=[made.folder / "a"] if at_start else [])
     gc.collect()
     gc.disable()  # references alone free it
     try:
-        pipeline.load_adapter(made.folder / "a")
+        if not at_start:
+            pipeline.load_adapter(made.folder / "a")
         pipeline.load_adapter(made.folder / "b")
         first, second = tensors_of(pipeline, 1), tensors_of(pipeline, 2)
         assert len(first) == len(RANKS)

@@ -20,6 +20,7 @@ from stagepack.distributed import DistributedPipeline
 from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import Counting, Layers, has_restarts, in_processes, process_ids
+from tests.process_facts import memory_bytes
 from tests.waiting import wait_until
 
 # How many updates are drawn; 500 before a release: the test is then to be chosen with `-m slow`.
@@ -184,6 +185,21 @@ def test_the_state_of_calls_without_a_sequence_passes_on(tmp_path: Path) -> None
                 assert all(map(torch.equal, call(x), expected(x)))
             pipeline.reset_state()
             assert all(map(torch.equal, pipeline(x), stagepack.load(bundles[1])(x)))
+
+
+def test_the_weights_of_the_first_version_are_freed(tmp_path: Path) -> None:
+    bundles, x = [], torch.ones(2, 2000)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.Linear(2000, 2000))  # 16 MB each
+        bundles.append(stagepack.export(model.eval(), (x,), out=tmp_path / str(seed), stages=2, dynamic_shapes={}))
+    with stagepack.load(bundles[0], processes=2, copy=True) as pipeline:
+        processes = list(process_ids(pipeline).values())
+        pipeline(x)
+        first_bytes = sum(map(memory_bytes, processes))
+        pipeline.update(bundles[1])
+        pipeline(x)
+        wait_until(lambda: sum(map(memory_bytes, processes)) < first_bytes + 16_000_000, 20)
 
 
 def test_an_update_ends_when_its_pipeline_is_closed(versions: dict[str, Bundle]) -> None:

@@ -88,7 +88,7 @@ class FrontProcess:
         self._finished_here: SimpleQueue[StageRequest | ControlMessage] = SimpleQueue()
         # Without stages here, all work is finished here at once.
         self._work: SimpleQueue[StageRequest | ControlMessage] = (
-            SimpleQueue() if membership.stages else self._finished_here
+            SimpleQueue() if membership.stage_numbers else self._finished_here
         )
         self._statuses: dict[int, ProcessStatus] = {}
         self._is_closed = False
@@ -102,10 +102,14 @@ class FrontProcess:
         self.staging = GroupStaging(
             membership,
             lambda version: self._tell_others(ControlKind.STAGE_VERSION, self._last_number, version),
-            self._worker.stage_version if membership.stages else None,
+            self._worker.stage_version if membership.stage_numbers else None,
         )
         self._threads = [
-            *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
+            *(
+                [threading.Thread(target=self._run_stages, name="stages", daemon=True)]
+                if membership.stage_numbers
+                else []
+            ),
             threading.Thread(target=self._send_queued, name="sends", daemon=True),
             threading.Thread(target=self._collect_results, name="results", daemon=True),
         ]
@@ -294,7 +298,7 @@ class FrontProcess:
     def _cancel(self, number: int) -> None:
         """Tell all processes that nobody waits for the answer to a request: it fails before its next stage."""
         self._requests.add_error(number, CancelledError())
-        if self._membership.stages:
+        if self._membership.stage_numbers:
             self._worker.cancel(number)
         self._tell_others(ControlKind.CANCEL, number)
 

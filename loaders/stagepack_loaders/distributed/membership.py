@@ -92,6 +92,16 @@ class Membership(Members):
     local_routes: frozenset[Route]
 
     @property
+    def stage_numbers(self) -> list[int]:
+        """The numbers of the stages of this process."""
+        return [facts.stage for facts in self.stage_facts if facts.rank == self.group.rank]
+
+    def take_stages(self) -> Mapping[int, LoadedStage]:
+        """Return the stages to whoever replaces them by other versions: nothing else refers to them then."""
+        stages, self.stages = self.stages, {}
+        return stages
+
+    @property
     def process_names(self) -> dict[int, str]:
         """The rank, host and stages of each process for people, by rank."""
         names = {}

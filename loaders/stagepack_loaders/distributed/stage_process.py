@@ -203,7 +203,7 @@ class _StageProcess:
         self._receivers = RouteReceivers(membership.group, membership.links, membership.routes, self._symbols)
         self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
         self._spans = SpanRecorder(membership.group.rank)
-        self._first_stage = min(membership.stages, default=None)
+        self._first_stage = min(membership.stage_numbers, default=None)
         self._worker = StageWorker(bundle, membership, self._report_failure, self._spans)
         self._threads = [
             threading.Thread(target=self._post_bodies, name="receives", daemon=True),

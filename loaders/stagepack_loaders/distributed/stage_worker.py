@@ -86,7 +86,7 @@ class StageWorker:
             stage_number: [
                 route for route in membership.routes if (route.source_rank, route.source_stage) == (rank, stage_number)
             ]
-            for stage_number in membership.stages
+            for stage_number in membership.stage_numbers
         }
         self._senders = RouteSenders(membership.group, membership.links, chain.from_iterable(routes_of_stage.values()))
         self._symbols = bundle.entry_point.symbols
@@ -94,7 +94,7 @@ class StageWorker:
         self._report_failure = report_failure
         self._sequence_states: dict[int, dict[int, Any]] = {}
         self._cancelled_numbers: set[int] = set()
-        self._local = LocalVersions(bundle, membership.stages, membership.options.load)
+        self._local = LocalVersions(bundle, membership.take_stages(), membership.options.load)
         # By number, those that calls run on, and those that are loaded.
         self._versions = {0: self._local.newest}
         self._stages = [
@@ -106,7 +106,7 @@ class StageWorker:
             )
             for number, driver in self._local.newest.stages.items()
         ]
-        self._last_stage = max(membership.stages, default=None)
+        self._last_stage = max(membership.stage_numbers, default=None)
 
     @property
     def stage_counts(self) -> tuple[StageCounts, ...]:
