@@ -115,6 +115,9 @@ class GatedDecoder:
         self.sequence_count = self.abandoned_count = 0
         self.may_answer = asyncio.Semaphore(0)
 
+    def weights_with(self, _: object) -> tuple[object, object]:
+        return self.weights, self.weights
+
     @contextlib.asynccontextmanager
     async def reserve_sequence(self, weights: object) -> AsyncIterator[None]:
         self.sequence_count += 1

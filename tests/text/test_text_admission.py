@@ -154,6 +154,9 @@ class SteadyDecoder:
         self.weights = object()
         self.admission = Admission(self.name, 256, ROWS + 1)
 
+    def weights_with(self, _: object) -> tuple[object, object]:
+        return self.weights, self.weights
+
     @contextlib.asynccontextmanager
     async def reserve_sequence(self, weights: object) -> AsyncIterator[None]:
         yield
