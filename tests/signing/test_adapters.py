@@ -116,13 +116,9 @@ def test_a_digest_pins_an_adapter(bundle_path: Path, adapter_path: Path) -> None
 
 @pytest.mark.process
 def test_a_server_requires_the_signature(signed_bundle: Path, adapter_path: Path, signer: "Signer") -> None:
-    command = [sys.executable, "-m", "stagepack", "serve", str(signed_bundle), "--adapter", str(adapter_path)]
+    command: list[str | Path] = [sys.executable, "-m", "stagepack", "serve", signed_bundle, "--adapter", adapter_path]
     done = subprocess.run(
-        [*command, "--require-signature", str(signer.public_key)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [*command, "--require-signature", signer.public_key], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
     assert "pirate: expected a signed adapter, found no model.sig" in done.stderr
