@@ -11,7 +11,7 @@ from stagepack.adapter.opened import OpenAdapter, all_graphs, check_fits
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import FILE_NAME_PATTERN
-from stagepack.opening import TrustedSigners, check_signature, open_adapter
+from stagepack.opening import TrustedSigners, check_signed, open_adapter
 from stagepack.remote.url import BundleUrl, is_url
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def check_adapters(
     for adapter in adapters:
         adapter.check_base(bundle)
         if require_signature is not None:
-            check_signature(adapter, require_signature)
+            check_signed(adapter, require_signature)
         check_fits(graphs, adapter.document, adapter.tensors, adapter.location)
 
 

@@ -118,7 +118,7 @@ def open_bundle(
     location, name = split_entry_point(source)
     bundle = of_kind(_open_location(location, digest, storage_options), Bundle)
     if require_signature is not None:
-        check_signature(bundle, require_signature)
+        check_signed(bundle, require_signature)
     return with_deltas(bundle if name is None else bundle.select(name), deltas, require_signature)
 
 
@@ -143,7 +143,7 @@ def verify_signatures(deltas: Sequence[Delta], require_signature: TrustedSigners
     """Refuse deltas of which one has no signature of a trusted signer; None trusts all."""
     if require_signature is not None:
         for delta in deltas:
-            check_signature(delta, require_signature)
+            check_signed(delta, require_signature)
 
 
 def open_delta(
@@ -254,7 +254,7 @@ def opened(
         return open_bundle(bundle, require_signature=require_signature, deltas=deltas)
     bundle = of_kind(bundle, Bundle)
     if require_signature is not None:
-        check_signature(bundle, require_signature)
+        check_signed(bundle, require_signature)
     return with_deltas(bundle, deltas, require_signature)
 
 
@@ -309,12 +309,12 @@ def verify_bundle(
         >>> stagepack.verify("m.stagepack", require_signature="signer.pub")
     """
     opened_bundle = opened_listed(bundle)
-    signature = None if require_signature is None else check_signature(opened_bundle, require_signature)
+    signature = None if require_signature is None else check_signed(opened_bundle, require_signature)
     opened_bundle.verify(progress, strict=strict)
     return signature
 
 
-def check_signature(bundle: ListedFiles, require_signature: TrustedSigners) -> "VerifiedSignature":
+def check_signed(bundle: ListedFiles, require_signature: TrustedSigners) -> "VerifiedSignature":
     """Verify that a trusted signer has signed what was opened."""
     if bundle.patches is not None:
         raise OptionError(

@@ -8,7 +8,7 @@ from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import AdapterError
 from stagepack.format.reader import Bundle
 from stagepack.named_adapters import NamedAdapter, check_adapter_name, check_adapters, named_adapters, open_for_bundle
-from stagepack.opening import AdapterSource, TrustedSigners, check_signature
+from stagepack.opening import AdapterSource, TrustedSigners, check_signed
 from stagepack_loaders.options import adapter_text
 
 
@@ -66,7 +66,7 @@ def new_adapter(
         named = named._replace(name=name)
     opened = open_for_bundle(named, running)
     if require_signature is not None:
-        check_signature(opened, require_signature)
+        check_signed(opened, require_signature)
     return AdapterChange(name=named.name, adapter=opened, replaces=replaces)
 
 

@@ -63,7 +63,7 @@ class AdapterDocument(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sha256: str
 
 
-def check_document(document: AdapterDocument) -> Iterator[Problem]:
+def _problems(document: AdapterDocument) -> Iterator[Problem]:
     """Yield the problems of the document of an adapter by itself."""
     for rule, location, message in _check(document):
         yield Problem(rule=rule, where=f"{MANIFEST_NAME}: {location}", message=message)
@@ -103,4 +103,4 @@ def _check(document: AdapterDocument) -> Iterator[BrokenRule]:
             yield "A4", f"{change.module[:80]}: scale", f"expected a finite number, found {change.scale}"
 
 
-ADAPTER: Final = DocumentKind(ADAPTER_FORMAT, AdapterDocument, check_document, rule="A1")
+ADAPTER: Final = DocumentKind(ADAPTER_FORMAT, AdapterDocument, _problems, rule="A1")

@@ -107,7 +107,7 @@ def test_an_adapter_at_a_url_belongs_to_its_base(adapter_server: HttpServer, ser
 
 @pytest.mark.parametrize("kind", ["bundle", "delta", "adapter"])
 def test_interrupted_downloads_of_each_kind_are_kept(kind: str, adapters: Path, tmp_path: Path) -> None:
-    """The downloads that are used last stay, with the parts of their files."""
+    """The downloads that were used last stay, with the parts of their files."""
     folder = {"bundle": TINY, "delta": TINY_DELTA, "adapter": adapters / "pirate"}[kind]
     listed = open_listed(folder)
     cache = Cache(tmp_path / "cache")

@@ -16,7 +16,7 @@ from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import AdapterError, OptionError, StageLostError, StagepackError
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.named_adapters import NamedAdapter, check_adapter_name
-from stagepack.opening import check_signature, open_adapter
+from stagepack.opening import check_signed, open_adapter
 from stagepack.remote.url import is_url
 from stagepack_loaders.adapter_changes import AdapterChange
 from stagepack_loaders.update_report import UpdateReport
@@ -223,7 +223,7 @@ class AdapterControl:
         """Open an adapter, and check that it is signed by those that the operator trusts."""
         adapter = open_adapter(named.location, digest=named.digest)
         if self.trusted_files:
-            check_signature(adapter, self.trusted_files)
+            check_signed(adapter, self.trusted_files)
         return adapter
 
     def _targets(
