@@ -45,8 +45,8 @@ class EndedVersions:
 
     def __init__(self) -> None:
         self._first_end: float | None = None
-        # The objects of loaded and ended versions, which do not go away as those of clients do. A Llama of 48 layers has 21,000: each
-        # load after an unload of it waited 10 s for them.
+        # Objects that were there at the start or after the last collection, and those of versions loaded since: they do not go away as
+        # objects of clients do. A Llama of 48 layers has 21,000: each load after an unload of it waited 10 s for them.
         self._own_objects = 0
 
     @property
@@ -79,8 +79,7 @@ class EndedVersions:
         # An error of a version has its weights until it is answered.
         if seconds > _MOST_OBJECTS_SECONDS or (seconds > _ANSWER_SECONDS and not _has_many_objects(self._own_objects)):
             self._first_end = None
-            freed = await asyncio.to_thread(_collect_and_give_back)
-            self._own_objects = max(0, self._own_objects - freed)
+            self._own_objects = await asyncio.to_thread(_collect_and_give_back)
 
 
 def _has_many_objects(own_objects: int = 0) -> bool:
@@ -99,11 +98,10 @@ def _object_count() -> int:
 
 
 def _collect_and_give_back() -> int:
-    """Collect garbage; return how many objects it was."""
-    former = _object_count()
+    """Collect garbage; return how many objects are left."""
     gc.collect()
     give_back_memory()
-    return former - _object_count()
+    return _object_count()
 
 
 async def give_back_when_quiet(models: ModelRegistry) -> None:
