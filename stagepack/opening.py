@@ -235,11 +235,7 @@ def _open_location(
 
 
 def current_digest(url: str) -> str:
-    """Return the digest of the bundle that is at a URL now; empty with ``HF_HUB_OFFLINE`` for one of the Hub.
-
-    Raises:
-        NotABundleError, RemoteError, FormatError: see `open_bundle`.
-    """
+    """Return the digest of the bundle that is at a URL now; empty with ``HF_HUB_OFFLINE`` for one of the Hub."""
     with explain_missing_packages("remote"):
         from stagepack.remote.remote_bundle import digest_at  # noqa: PLC0415 - fsspec and aiohttp are optional
 

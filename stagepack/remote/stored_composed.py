@@ -20,10 +20,6 @@ def store_composed(bundle: Bundle, cache: Cache) -> Bundle:
     """Write a composed bundle into a cache, each chunk compared with its digest; return it there, at no entry point.
 
     Files that the cache has already are not written. The bundle is not removed from the cache while the result is in use.
-
-    Raises:
-        DigestError, FormatError: what it is composed of is damaged.
-        WriteError: the cache cannot be written.
     """
     patches = bundle.patches
     assert isinstance(patches, ComposedFiles)

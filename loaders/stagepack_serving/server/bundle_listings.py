@@ -47,11 +47,7 @@ def misnamed_folders(folder: Path) -> list[str]:
 
 
 def bundle_state(path: str) -> object:
-    """A value that changes when the bundle at a path or URL changes.
-
-    Raises:
-        StagepackError: the server of the URL fails, or has no bundle there.
-    """
+    """A value that changes when the bundle at a path or URL changes. An error of the server of a URL is a `StagepackError`."""
     return current_digest(path) if is_url(path) else folder_state(path)
 
 
