@@ -1,5 +1,6 @@
 """A bundle that is loaded with adapters: its stages take one more input, the number of the adapter of each row."""
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,8 +56,8 @@ class AdaptedBundle(Bundle):
 
     def with_others(self, adapters: "Mapping[str, OpenAdapter]") -> "AdaptedBundle":
         """Return the same bundle with other adapters."""
-        bundle = AdaptedBundle(self._plain, adapters)
-        bundle._graph_files = self._graph_files
+        bundle = copy.copy(self)
+        bundle.adapters = dict(adapters)
         return bundle
 
     @property
