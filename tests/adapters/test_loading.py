@@ -22,7 +22,6 @@ from stagepack.distributed import DistributedPipeline
 from stagepack.errors import (
     AdapterError,
     DigestError,
-    GroupError,
     InputError,
     NotABundleError,
     OptionError,
@@ -122,13 +121,18 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_changes(pipeline: Any, mad
     refusals: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
         (pipeline.load_adapter, (damaged,), DigestError, "the content was changed"),
         (pipeline.load_adapter, (tmp_path / "of-other",), AdapterError, "is an adapter of the bundle"),
-        (pipeline.load_adapter, (made.folder / "lora-b",), NotABundleError, "write it by stagepack adapter"),
+        (
+            pipeline.load_adapter,
+            (made.folder / "lora-b",),
+            NotABundleError,
+            "write it for its bundle by stagepack adapter",
+        ),
         (pipeline.load_adapter, (made.folder / "a",), AdapterError, "an adapter 'a' is loaded already"),
         (pipeline.load_adapter, (made.folder / "b", "a"), AdapterError, "an adapter 'a' is loaded already"),
         (pipeline.load_adapter, (made.folder / "b", "x=y"), OptionError, "expected a name of letters"),
         (pipeline.load_adapter, (made.folder / "b", ""), OptionError, "expected a name of letters"),
         (pipeline.load_adapter, (made.folder / "b", "../b"), OptionError, "expected a name of letters"),
-        (pipeline.load_adapter, (made.bundle,), OptionError, "expected the folder of an adapter, found"),
+        (pipeline.load_adapter, (made.bundle,), OptionError, "expected the folder or URL of an adapter, found"),
         (pipeline.unload_adapter, ("b",), AdapterError, "expected one of a, found 'b'"),
         (pipeline.unload_adapter, (None,), AdapterError, "expected one of a, found None"),
         (pipeline.update, (made.bundle,), UpdateError, "expected a pipeline without adapters, found a"),
@@ -328,7 +332,7 @@ def test_processes_do_not_start_again_with_an_adapter_that_was_replaced(made: Ma
         shutil.copytree(made.folder / "b", tmp_path / "a")
         os.kill(process_ids(pipeline)[1], signal.SIGKILL)
         wait_until(lambda: pipeline.has_ended)
-        with pytest.raises(GroupError, match="expected one list of adapters in all processes"):
+        with pytest.raises(DigestError, match="expected the adapter of the digest"):
             logits(pipeline, adapter="a")
 
 

@@ -111,7 +111,7 @@ def test_signatures(versions: Versions, tmp_path: Path) -> None:
     base = Path(shutil.copytree(versions.a, tmp_path / "a.stagepack"))
     delta = Path(shutil.copytree(versions.a_to_b, tmp_path / "b.delta"))
     stagepack.sign(base, key=signer.key)
-    with pytest.raises(SignatureError, match=r"b\.delta: expected a signed bundle"):
+    with pytest.raises(SignatureError, match=r"b\.delta: expected a signed delta"):
         stagepack.load(base, deltas=[delta], require_signature=signer.public_key)
     succeeded("sign", delta, "--key", signer.key)
     assert "verified with" in succeeded("verify", delta, "--require-signature", signer.public_key)

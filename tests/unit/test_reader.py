@@ -73,6 +73,6 @@ def test_files_that_entry_points_share_are_read_once(tmp_path: Path, monkeypatch
         return parse
 
     monkeypatch.setattr("stagepack.format.graph_codec.read_graph", counted(read_graph))
-    monkeypatch.setattr("stagepack.format.bundle_files.parse_weight_header", counted(parse_weight_header))
+    monkeypatch.setattr("stagepack.format.listed_files.parse_weight_header", counted(parse_weight_header))
     Bundle(editor.path).verify()
     assert sorted(read) == ["stage-0.msgpack", "stage-0.safetensors", "stage-1.msgpack"]
