@@ -1,6 +1,7 @@
 """A bundle with adapters answers as peft does, with any cut, for one adapter and for several in one batch."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import stagepack
 from stagepack.adapter.rewrite import ChangedGraph, change_graph
 from stagepack.errors import AdapterError, DigestError, InputError, NotABundleError, OptionError, UpdateError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import BatchLimit, batch_limit
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.preparation import check_runtimes
@@ -38,10 +40,11 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "stages", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param("layers", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_a_call_with_an_adapter_has_the_bits_of_peft(case: str, stages: Any, tmp_path: Path) -> None:
+def test_a_call_with_an_adapter_has_the_bits_of_peft(
+    case: str, stages: Any, exported: Callable[..., Bundle], tmp_path: Path
+) -> None:
     name, ranks, settings = CASES[case]
-    model = make_model(name)
-    bundle = export_model(model, tmp_path, stages=stages)
+    model, bundle = make_model(name), exported(name, stages)
     lora = write_lora(model, tmp_path / "lora", ranks, **settings)
     stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
     pipeline = stagepack.load(bundle, adapters=[tmp_path / "a"])

@@ -134,7 +134,7 @@ def test_adapters_take_a_part_of_the_memory_of_the_device(llama: Adapted) -> Non
         stagepack.load(llama.bundle, device_memory=adapters, adapters=llama.adapters)
 
 
-@pytest.mark.parametrize("mode", [True, "whole"])
+@pytest.mark.parametrize("mode", [True, pytest.param("whole", marks=pytest.mark.slow)])
 def test_compiled_stages_run_adapters(mode: Any, llama: Adapted) -> None:
     pipeline = stagepack.load(llama.bundle, adapters=llama.adapters, compile=mode)
     plain = logits(stagepack.load(llama.bundle, compile=mode))
@@ -162,6 +162,7 @@ if pipeline is not None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_processes_of_torchrun_run_the_same_adapters(llama: Adapted, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CONNECTING)
     words = ["--standalone", "--nproc-per-node", "2", str(tmp_path / "script.py"), str(llama.bundle.path)]

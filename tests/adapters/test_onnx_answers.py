@@ -1,5 +1,6 @@
 """A bundle with adapters answers in ONNX Runtime as in torch, by one session over one copy of the weights."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,20 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
 from stagepack.roads.onnx import add_onnx
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import IDS, MASK, export_model, logits, make_model
 from tests.adapters.test_answers import CASES, LLAMA, Named, Repeated
 
+Exported = Callable[..., Bundle]
+
 
 @pytest.mark.parametrize("stages", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
-def test_a_call_with_an_adapter_answers_as_in_torch(case: str, stages: int, tmp_path: Path) -> None:
+def test_a_call_with_an_adapter_answers_as_in_torch(case: str, stages: int, exported: Exported, tmp_path: Path) -> None:
     name, ranks, settings = CASES[case]
-    model = make_model(name)
-    bundle = add_onnx(export_model(model, tmp_path, stages=stages)).bundle
+    model, bundle = make_model(name), exported(name, stages, onnx=True)
     adapters, expected = dict[str, Path](), dict[str | None, torch.Tensor]({None: logits(model)})
     for seed, adapter in enumerate(("x", "y")):
         own = {module: rank + 2 * seed for module, rank in ranks.items()}
@@ -40,9 +43,10 @@ def test_a_call_with_an_adapter_answers_as_in_torch(case: str, stages: int, tmp_
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("copied", [False, True])
-def test_other_dtypes_and_copied_weights_answer_as_in_torch(dtype: torch.dtype, copied: bool, tmp_path: Path) -> None:
-    model = make_model("llama", dtype)
-    bundle = add_onnx(export_model(model, tmp_path, stages=2)).bundle
+def test_other_dtypes_and_copied_weights_answer_as_in_torch(
+    dtype: torch.dtype, copied: bool, exported: Exported, tmp_path: Path
+) -> None:
+    model, bundle = make_model("llama", dtype), exported("llama", 2, dtype, onnx=True)
     lora = write_lora(model, tmp_path / "lora", LLAMA | {"model.embed_tokens": 2})
     adapters = {"x": stagepack.write_adapter(bundle, lora, out=tmp_path / "a").path}
     pipeline = stagepack.load(bundle, adapters=adapters, runtime="onnxruntime", copy=copied)
@@ -105,9 +109,8 @@ def test_a_model_without_a_batch_has_one_adapter_in_a_call(tmp_path: Path) -> No
         torch.testing.assert_close(pipeline(x, adapter=own, adapter_="a"), model(x, own))
 
 
-def test_what_rows_cannot_have_apart_is_refused(tmp_path: Path) -> None:
-    model = make_model("gpt2")
-    bundle = add_onnx(export_model(model, tmp_path)).bundle
+def test_what_rows_cannot_have_apart_is_refused(exported: Exported, tmp_path: Path) -> None:
+    model, bundle = make_model("gpt2"), exported("gpt2", 1, onnx=True)
     lora = write_lora(model, tmp_path / "lora", {"transformer.wpe": 4})
     stagepack.write_adapter(bundle, lora, out=tmp_path / "a")
     pipeline = stagepack.load(bundle, adapters=[tmp_path / "a"], runtime="onnxruntime")
@@ -118,9 +121,8 @@ def test_what_rows_cannot_have_apart_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_whole_weights_are_replaced(copied: bool, tmp_path: Path) -> None:
-    model = make_model("bert")
-    bundle = add_onnx(export_model(model, tmp_path)).bundle
+def test_whole_weights_are_replaced(copied: bool, exported: Exported, tmp_path: Path) -> None:
+    model, bundle = make_model("bert"), exported("bert", 1, onnx=True)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     query = "bert.encoder.layer.0.attention.self.query"
     adapters, expected = dict[str, Path](), dict[str | None, torch.Tensor]({None: logits(model)})
