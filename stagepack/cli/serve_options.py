@@ -327,6 +327,9 @@ def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> Non
             )
     if options.adapter_folder and options.control_mode == "none":
         raise click.UsageError("--adapter-folder requires --model-control explicit or poll")
+    keeps_adapters = options.adapters and options.control_mode != "explicit"
+    if options.watch_deltas and (keeps_adapters or (options.adapter_folder and options.control_mode == "poll")):
+        raise click.UsageError("--watch-deltas takes no delta while adapters are loaded: pass --model-control explicit")
     if options.load_names and (options.repository is None or options.control_mode != "explicit"):
         raise click.UsageError("--load-model requires --model-repository and --model-control explicit")
     if is_given("poll_seconds") and options.control_mode != "poll":

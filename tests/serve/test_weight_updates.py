@@ -112,7 +112,18 @@ def test_what_the_operator_does_not_permit_is_refused(server: LocalServer, steps
     shutil.copytree(made / "step-4", steps.updates / "step-4")
     (steps.updates / "empty").mkdir()
     outside = os.path.relpath(made / "step-2", steps.updates)
-    for source in (str(made / "step-2"), outside, "..", ".", "step-2/../step-2", "empty", "other", "", "https://x/y"):
+    for source in (
+        str(made / "step-2"),
+        outside,
+        "..",
+        ".",
+        "step-2/../step-2",
+        "empty",
+        "other",
+        "",
+        "x" * 4000,
+        "https://x/y",
+    ):
         status, answer = update(server, source=source)
         assert (status, "no version" in answer["error"]) == (404, True), (source, answer)
     status, answer = update(server, source="step-4")

@@ -24,7 +24,7 @@ from stagepack_serving.server.bundle_listings import folder_state
 
 _LOGGER: Final = logging.getLogger("stagepack.serve")
 # Clients choose among the names of a folder, and never a path.
-NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
 _FOLDER_SECONDS: Final = 0.5
 # Between two requests for the next delta of a model, at first and, after errors, at most.
 URL_SECONDS = 2.0

@@ -82,7 +82,8 @@ class WeightUpdates:
     control: UpdatedModels
     folder: DeltaFolder | None = None
     watched: WatchedDeltas | None = None
-    _seen: dict[tuple[str, str], object] = field(default_factory=dict)
+    # The state of each delta that was taken, or with which adapters it was refused.
+    _seen: dict[tuple[str, str], tuple[object, Sequence[str] | None]] = field(default_factory=dict)
     _chains: DeltaChains = field(default_factory=DeltaChains)
     # What could not be looked for or taken last: it is logged once.
     _last_error: str = ""
@@ -134,7 +135,8 @@ class WeightUpdates:
                 self._log_error(watched, error)
                 if isinstance(error, RequestError) and error.status is RequestStatus.STAGE_LOST:
                     return  # its processes are started again
-                self._seen[model.name, step.name] = step.state
+                # A model with other adapters may take it.
+                self._seen[model.name, step.name] = step.state, model.adapters.names
             else:
                 self._last_error = ""
             del step  # it keeps a delta in the cache
@@ -143,7 +145,7 @@ class WeightUpdates:
     def _next_step(self, model: ServedModel, watched: WatchedDeltas) -> Step | None:
         """The first delta on what a model runs that was not taken yet, when its files are here."""
         for step in watched.steps(model.name, model.bundle.digest):
-            if self._seen.get((model.name, step.name)) != step.state:
+            if self._seen.get((model.name, step.name)) not in ((step.state, None), (step.state, model.adapters.names)):
                 watched.fetch(step, model.bundle)
                 return step
         return None
@@ -186,7 +188,7 @@ class WeightUpdates:
                 raise BadRequestError(f"{model_name}: not updated: {error}") from error
             if step is not None:
                 # The watch takes it once, whoever has asked for it: a client may go back to the version before.
-                self._seen |= {(each.name, step.name): step.state for each in together}
+                self._seen |= {(each.name, step.name): (step.state, None) for each in together}
                 for key in list(self._seen)[:-_MOST_SEEN]:
                     del self._seen[key]
             for part in chain.from_iterable(each.parts.values() for each in together):
@@ -207,7 +209,8 @@ class WeightUpdates:
         folder = self.folder.of_model(model_name)
         if not NAME.fullmatch(source) or not (folder / source / MANIFEST_NAME).is_file():
             raise RequestError(
-                RequestStatus.NOT_FOUND, f"{model_name}: no version {source[:80]!r} is in the folder of updates"
+                RequestStatus.NOT_FOUND,
+                f"{model_name}: no version {source[:80]!r} is in the folder of updates: give the name of a bundle or delta there",
             )
         return Step(folder / source, str(folder / source), folder_state(str(folder / source)))
 
