@@ -325,15 +325,27 @@ def test_processes_that_are_started_again_have_the_adapters_that_were_loaded_las
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_processes_do_not_start_again_with_an_adapter_that_was_replaced(made: Made, tmp_path: Path) -> None:
-    shutil.copytree(made.folder / "a", tmp_path / "a")
-    with stagepack.load(made.bundle, adapters=[tmp_path / "a"], processes=2, max_restarts=1) as pipeline:
+@pytest.mark.parametrize("takes_its_place", [True, False])
+def test_processes_start_again_without_an_adapter_that_is_no_longer_there(
+    takes_its_place: bool, made: Made, tmp_path: Path
+) -> None:
+    """Calls with other adapters and without one are answered as before: one folder does not end a server."""
+    for name in ("a", "b"):
+        shutil.copytree(made.folder / name, tmp_path / name)
+    adapters = [tmp_path / "a", tmp_path / "b"]
+    with stagepack.load(made.bundle, adapters=adapters, processes=2, max_restarts=1) as pipeline:
+        expected: dict[str | None, torch.Tensor] = {chosen: logits(pipeline, adapter=chosen) for chosen in (None, "b")}
         shutil.rmtree(tmp_path / "a")
-        shutil.copytree(made.folder / "b", tmp_path / "a")
+        if takes_its_place:
+            shutil.copytree(made.folder / "b", tmp_path / "a")
         os.kill(process_ids(pipeline)[1], signal.SIGKILL)
-        wait_until(lambda: pipeline.has_ended)
-        with pytest.raises(DigestError, match="expected the adapter of the digest"):
+        wait_until(lambda: pipeline.restart_count and not pipeline.lost)
+        for chosen, answer in expected.items():
+            assert torch.equal(logits(pipeline, adapter=chosen), answer)
+        with pytest.raises(InputError, match="expected one of b, or None for none, found 'a'"):
             logits(pipeline, adapter="a")
+        pipeline.load_adapter(made.folder / "a")
+        assert not torch.equal(logits(pipeline, adapter="a"), expected["b"])
 
 
 def test_loads_leave_no_memory(made: Made, pipeline: Any, tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
+from stagepack.named_adapters import adapter_texts, named_adapters, open_for_bundle
 from stagepack.partition.placement import Placement
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
@@ -88,7 +90,9 @@ class ProcessLauncher(ABC, Generic[Handle]):
         self._use(absolute_bundle(bundle), with_adapters_of(bundle, self._options))
 
     def leave_out(self, lost: StageLostError) -> None:
-        """See `GroupLauncher`. Default: nothing."""
+        """See `GroupLauncher`. Adapters that are not where they were are left out, too; calls that name one are refused."""
+        if isinstance(self._bundle, AdaptedBundle) and (left := _left_adapters(self._bundle)) is not None:
+            self.use_version(left)
 
     def stop(self, *, wait: bool) -> None:
         """See `GroupLauncher`."""
@@ -169,6 +173,18 @@ class ProcessLauncher(ABC, Generic[Handle]):
         )
 
 
+def _left_adapters(bundle: AdaptedBundle) -> AdaptedBundle | None:
+    """Return a bundle with those of its adapters that can be opened again; None if all can."""
+    left = dict(bundle.adapters)
+    for named in named_adapters(adapter_texts(bundle)):
+        try:
+            open_for_bundle(named, bundle)
+        except StagepackError as error:
+            _LOGGER.warning("%s: starts again without the adapter %s: %s", bundle.location, named.name, error)
+            del left[named.name]
+    return bundle.with_others(left) if len(left) < len(bundle.adapters) else None
+
+
 def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) -> tuple[PlacedBundle, GroupOptions]:
     """Return a bundle, and its options, over processes that a front without stages starts."""
     if not 1 <= process_count <= len(bundle.stages):
@@ -228,6 +244,7 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
 
     def leave_out(self, lost: StageLostError) -> None:
         """See `GroupLauncher`."""
+        super().leave_out(lost)
         if self._grouping is not None and self._grouping.leave_out(self._options, lost):
             self._use(*self._grouping.placed_group())
             self.chosen = self._grouping.placed.chosen
