@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.adapter.opened import OpenAdapter
-from stagepack.errors import AdapterError
+from stagepack.errors import AdapterError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.named_adapters import NamedAdapter, check_adapter_name, check_adapters, named_adapters, open_for_bundle
 from stagepack.opening import AdapterSource, TrustedSigners, check_signed
@@ -64,7 +64,8 @@ def new_adapter(
     if name is not None:
         check_adapter_name(name)
         named = named._replace(name=name)
-    opened = open_for_bundle(named, running)
+    with named_errors(named.location):
+        opened = open_for_bundle(named, running)
     if require_signature is not None:
         check_signed(opened, require_signature)
     return AdapterChange(name=named.name, adapter=opened, replaces=replaces)

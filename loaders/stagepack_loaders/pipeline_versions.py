@@ -137,7 +137,9 @@ class PipelineVersions(ABC):
         """
         signers = require_signature or self.trusted_signers
         change = new_adapter(self.executor.bundle, adapter, name, replaces=replace, require_signature=signers)
-        self.executor.update(change, UpdateReport())
+        assert change.adapter is not None
+        with named_errors(change.adapter.location):
+            self.executor.update(change, UpdateReport())
         return change.name
 
     def unload_adapter(self, name: str) -> None:

@@ -276,8 +276,37 @@ def test_a_polled_folder_is_followed(made: Made, folder: Path) -> None:
         assert (status, "--model-control explicit" in text) == (403, True)
 
 
-def test_a_server_refuses_a_folder_that_nobody_may_load_from(made: Made, folder: Path) -> None:
+def test_a_delta_that_an_adapter_kept_back_is_taken_when_it_is_gone(made: Made, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    options = ("--adapter-folder", str(folder), *EXPLICIT, "--watch-deltas", str(tmp_path / "steps"))
+    with local_server([made.bundle], *options) as server:
+        assert repository(server, "formal", "load")[0] == 200
+        [model] = server.control.models.serving
+        state = make_model("bert").state_dict()
+        delta = stagepack.delta(
+            made.bundle, state | {"classifier.bias": state["classifier.bias"] + 1}, out=tmp_path / "d"
+        )
+        delta.path.rename(tmp_path / "steps" / "1")
+        wait_until(lambda: server.control.updates._seen)
+        assert model.pipeline.version != delta.result
+        assert repository(server, "formal", "unload")[0] == 200
+        wait_until(lambda: model.pipeline.version == delta.result)
+        numpy.testing.assert_allclose(ask(server, None), made.answers[None] + 1, rtol=1e-6, atol=1e-6)
+
+
+def test_the_index_lists_models_while_the_folder_cannot_be_read(made: Made, server: LocalServer, folder: Path) -> None:
+    shutil.copytree(made.adapters / "formal", folder / "bert")  # the name of the model
+    entries = post(server.http, "/v2/repository/index", b"")[1]
+    assert [entry["state"] for entry in entries if entry["name"] == "bert"] == ["READY"]
+    folder.rename(folder.parent / "gone")
+    status, entries = post(server.http, "/v2/repository/index", b"")[:2]
+    assert (status, [entry["name"] for entry in entries]) == (200, ["bert"])
+
+
+def test_a_server_refuses_adapters_that_cannot_be_loaded_or_unloaded(made: Made, folder: Path) -> None:
     assert "requires --model-control" in _usage(made.bundle, "--adapter-folder", folder)
+    for options in (("--adapter", folder / "formal"), ("--adapter-folder", folder, "--model-control", "poll")):
+        assert "takes no delta while adapters are loaded" in _usage(made.bundle, *options, "--watch-deltas", folder)
 
 
 def _usage(*arguments: object) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from stagepack.adapter.opened import OpenAdapter
-from stagepack.errors import AdapterError, OptionError, StageLostError, StagepackError
+from stagepack.errors import AdapterError, OptionError, StageLostError, StagepackError, named_errors
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.named_adapters import NamedAdapter, check_adapter_name
 from stagepack.opening import check_signed, open_adapter
@@ -85,6 +85,8 @@ class AdapterControl:
     # Why adapters of the folder were refused, and with which files and bundles polling has tried each.
     _refusals: dict[str, str] = field(default_factory=dict)
     _tried: dict[str, object] = field(default_factory=dict)
+    # Why the folder could not be read last: it is logged once.
+    _last_error: str = ""
 
     def listed(self) -> dict[str, NamedAdapter]:
         """Return the adapters that are there now, by name."""
@@ -144,8 +146,11 @@ class AdapterControl:
             for model in self.control.models.serving
             for name in model.adapters.names
         ]
-        names = {name for name, _, _, _ in loaded}
-        others = (await run_in_thread(self.listed)) if lists_others else self._refusals
+        names = {name for name, _, _, _ in loaded} | {model.name for model in self.control.models.serving}
+        others: Iterable[str] = self._refusals
+        if lists_others:
+            with contextlib.suppress(RequestError):  # the folder cannot be read now
+                others = await run_in_thread(self.listed)
         return loaded + [
             (name, "", "UNAVAILABLE", self._refusals.get(name, "adapter: not loaded"))
             for name in others
@@ -159,8 +164,11 @@ class AdapterControl:
         try:
             listed = await run_in_thread(self.listed)
         except StagepackError as error:
-            _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+            if str(error) != self._last_error:
+                _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+            self._last_error = str(error)
             return
+        self._last_error = ""
         digests = sorted({model.bundle.digest for model in self.control.models.serving})
         states: dict[str, object] = {
             name: (await run_in_thread(partial(folder_state, named.location)), digests)
@@ -212,7 +220,8 @@ class AdapterControl:
                 paths_by_name = await run_in_thread(self.control.source)
                 targets = self._targets(name, named, adapter, paths_by_name, replaces=replaces)
             change = AdapterChange(name=name, adapter=adapter, replaces=True)
-            await run_in_thread(partial(_apply, change, targets))
+            with named_errors(name if adapter is None else adapter.location):
+                await run_in_thread(partial(_apply, change, targets))
             for model in targets:
                 for part in model.parts.values():
                     part.follow_weights()
@@ -242,7 +251,7 @@ class AdapterControl:
         holders = [model for model in serving if name in model.adapters.names]
         if holders and (not replaces or any(model not in fitting for model in holders)):
             raise AdapterError(
-                f"{holders[0].name} has an adapter of this name already: unload it, or give this one another name"
+                f"{holders[0].name} has an adapter of this name already: unload it, replace it (load_inplace), or choose another name"
             )
         if not fitting:
             raise AdapterError(

@@ -53,8 +53,10 @@ def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
     """Return the paths of the API."""
 
     async def list_models(_: Request) -> Response:
-        listed = [fields for model in _text_models(models) for fields in _model_fields(model)]
-        return JSONResponse({"object": "list", "data": listed})
+        fields_by_id: dict[str, dict[str, Any]] = {}
+        for fields in itertools.chain.from_iterable(map(_model_fields, _text_models(models))):
+            fields_by_id.setdefault(fields["id"], fields)  # the first model of an adapter answers requests that name it
+        return JSONResponse({"object": "list", "data": list(fields_by_id.values())})
 
     async def show_model(request: Request) -> Response:
         model_name = request.path_params["model"]
