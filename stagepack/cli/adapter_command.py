@@ -6,10 +6,10 @@ import click
 
 from stagepack.cli.adapter_facts import adapter_facts, adapter_line
 from stagepack.cli.bundle_facts import bundle_facts, print_written
-from stagepack.cli.command import BundleType, argument, flag, option_object, subcommand
+from stagepack.cli.command import BundleType, OutputFolderType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, progress
-from stagepack.cli.shared_flags import ALLOW_OPS, DIGEST, IMPORTS, JSON, OUT_BUNDLE, open_argument
+from stagepack.cli.shared_flags import ALLOW_OPS, DELTAS, DIGEST, IMPORTS, JSON, open_argument
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
 from stagepack.format.quantities import format_bytes
@@ -22,7 +22,10 @@ class _Options:
     adapter_path: str = argument("ADAPTER", type=BundleType())
     bundle_path: str = flag("--base BUNDLE", "Bundle of the model that it adapts.", required=True, type=BundleType())
     digest: str | None = DIGEST
-    out: str = OUT_BUNDLE
+    delta_paths: tuple[str, ...] = DELTAS
+    out: str = flag(
+        "-o, --out FOLDER", "Adapter to write; with --merge, the bundle.", required=True, type=OutputFolderType()
+    )
     merge: bool = flag("--merge", "Write a bundle of the merged weights instead; needs torch.")
     allow_ops: tuple[str, ...] = ALLOW_OPS
     imports: tuple[str, ...] = IMPORTS

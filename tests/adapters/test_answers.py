@@ -258,6 +258,25 @@ def test_the_command_runs_inputs_with_the_adapter_that_it_is_given(tmp_path: Pat
     assert "--inputs runs with one adapter" in refused.output
 
 
+def test_the_command_makes_adapters_for_the_bundle_that_deltas_make(
+    exported: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    model, bundle = make_model("bert"), exported("bert")
+    with torch.no_grad():
+        model.get_parameter("classifier.bias").add_(1)
+    delta = stagepack.delta(bundle, model.state_dict(), out=tmp_path / "d", version="next").path
+    lora = write_lora(model, tmp_path / "lora", {"classifier": 2})
+    command = ["adapter", str(lora), "--base", str(bundle.path), "--delta", str(delta), "-o"]
+    done = run(*command, str(tmp_path / "a"))
+    assert done.exit_code == 0, done.output
+    refused = run(*command, str(tmp_path / "merged"), "--merge")
+    assert "is composed of deltas: write it first (stagepack apply)" in refused.output
+    with adapted(model, lora):
+        expected = logits(model)
+    pipeline = stagepack.load(bundle, deltas=[delta], adapters=[tmp_path / "a"])
+    assert torch.equal(logits(pipeline, adapter="a"), expected)
+
+
 def test_weights_under_adapters_are_not_updated(tmp_path: Path) -> None:
     """Adapters are made for the weights of one bundle."""
     model = make_model("llama")
