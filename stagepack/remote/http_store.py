@@ -112,7 +112,11 @@ class HttpStore(RemoteStore):
                 await copy(response)
         except TimeoutError:
             raise FetchError("the server does not answer, or too slowly") from None
-        except (aiohttp.InvalidURL, aiohttp.TooManyRedirects, aiohttp.ClientSSLError) as error:
+        except aiohttp.TooManyRedirects:
+            raise PermanentFetchError("the server redirects in a circle") from None
+        except aiohttp.ClientPayloadError:
+            raise FetchError("the connection ended before the whole answer was there") from None
+        except (aiohttp.InvalidURL, aiohttp.ClientSSLError) as error:
             raise PermanentFetchError(_http_reason(error)) from None
         except (aiohttp.ClientError, OSError) as error:
             raise FetchError(_http_reason(error)) from None

@@ -315,7 +315,7 @@ def test_redirects_are_followed(server: HttpServer, served: Path) -> None:
         server.misbehave = redirect
         assert_right(stagepack.open(f"{server.url}/tiny.stagepack"), served / "tiny.stagepack")
         other.misbehave = redirect
-        with pytest.raises(RemoteError, match=r"manifest.json"):
+        with pytest.raises(RemoteError, match=r"manifest.json.*the server redirects in a circle"):
             stagepack.open(f"{server.url}/tiny.stagepack")
 
 
