@@ -27,8 +27,8 @@ def check_adapter_name(name: object, where: str = "") -> None:
     """
     if not isinstance(name, str) or not FILE_NAME_PATTERN.fullmatch(name):
         raise OptionError(
-            "adapters: expected a name of letters, digits and '_.-' as in NAME=FOLDER, 1 to 200, not '.-' first and not '.' last, found "
-            f"{name!r:.80}{where}"
+            "adapters: expected a name of letters, digits and '_.-' (1 to 200, not '.-' first, not '.' last) as in NAME=FOLDER, "
+            f"found {name!r:.80}{where}"
         )
 
 
