@@ -32,7 +32,6 @@ from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.torch_internals import compile_to_package, load_package
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import Compile, LoadOptions
-from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.torch.build import INPUT_TYPES, NODE_COUNT
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
@@ -96,8 +95,7 @@ class TorchCompiler:
 
     def compile_stage(self, stage: PreparedTorchStage) -> torch.nn.Module:
         """Return the module of a stage that runs compiled."""
-        adapted = stage.code.compiled_module
-        if isinstance(adapted, AdapterModule):
+        if (adapted := stage.code.adapted) is not None:
             adapted.compile_with(self.compile_module)
             return adapted
         return self.compile_module(stage.code.graph_module, stage.code.graph)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from blake3 import blake3
@@ -28,8 +28,6 @@ from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions
-from stagepack_loaders.torch.adapter_forms import FormBuilder, adapter_use
-from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
@@ -42,6 +40,9 @@ from stagepack_loaders.torch.weight_store import ArrivingStore, StageWeights, We
 from stagepack_loaders.torch.weight_window import WindowStore
 from stagepack_loaders.weight_files import FolderReader, VerificationRecord
 from stagepack_loaders.window_plan import WeightUse, weight_uses
+
+if TYPE_CHECKING:
+    from stagepack_loaders.torch.adapter_module import AdapterModule
 
 # The folder of the record of checked graphs; empty to keep none.
 CHECKED_GRAPHS_VARIABLE: Final = "STAGEPACK_CHECKED_GRAPHS"
@@ -77,8 +78,8 @@ class PreparedTorchStage:
         if self.code.gated is not None:
             assert loaded.gate is not None
             self.code.gated.gate = loaded.gate
-        if isinstance(self.code.compiled_module, AdapterModule) and isinstance(bundle, AdaptedBundle):
-            self.code.compiled_module.load(bundle, verify=verify)
+        if self.code.adapted is not None and isinstance(bundle, AdaptedBundle):
+            self.code.adapted.load(bundle, verify=verify)
         state_names = bundle.stages[self.code.stage_number].state
         return TorchStage(
             self.code,
@@ -131,12 +132,12 @@ def prepare_stages(
         device_weights = {stage_number: stage for stage_number, stage in weights.items() if stage.device == device}
         store = _choose_store(device, device_weights, loading)
         for stage_number, stage in device_weights.items():
-            code = codes[stage_number]
+            code, gated = codes[stage_number], None
             if store.has_gate(stage):
                 gated = GatedModule(code.graph_module, parts[stage_number], device, stage.uses)
                 code = replace(code, compiled_module=gated)
             if isinstance(bundle, AdaptedBundle):
-                module = _adapter_module(bundle, code, parts[stage_number], stage)
+                module = _adapter_module(bundle, code, gated, parts[stage_number], stage)
                 code = replace(code, compiled_module=module)
             prepared_stages[stage_number] = PreparedTorchStage(code=code, weights=stage, store=store)
     return prepared_stages
@@ -162,9 +163,8 @@ def adapt_stages(bundle: Bundle, running: Mapping[int, TorchStage], loading: Loa
         )
     adapted = {}
     for stage_number, stage in running.items():
-        former = stage.code.compiled_module
-        assert isinstance(former, AdapterModule)
-        module = former.with_adapters(bundle, verify=loading.options.verifies_weights)
+        assert stage.code.adapted is not None
+        module = stage.code.adapted.with_adapters(bundle, verify=loading.options.verifies_weights)
         adapters = AdapterCalls(bundle, [value.name for value in stage.code.graph.inputs])
         adapted[stage_number] = stage.with_code(replace(stage.code, adapters=adapters, compiled_module=module))
     return adapted
@@ -238,24 +238,32 @@ def _weight_uses(bundle: Bundle, folded: FoldedGraph, graph: Graph, options: Loa
     """The uses of the weights of a stage; adapters take a part of `device_memory`."""
     uses = weight_uses(folded, graph)
     if isinstance(bundle, AdaptedBundle) and options.device_memory is not None:
+        from stagepack_loaders.torch.adapter_forms import adapter_use  # noqa: PLC0415 - for stages with adapters alone
+
         uses.append(adapter_use(bundle, folded, graph))
     return uses
 
 
-def _adapter_module(bundle: AdaptedBundle, code: StageCode, parts: StageParts, weights: StageWeights) -> AdapterModule:
+def _adapter_module(
+    bundle: AdaptedBundle, code: StageCode, gated: GatedModule | None, parts: StageParts, weights: StageWeights
+) -> "AdapterModule":
     """The module of a stage that runs with adapters. Their tensors are not read yet."""
+    from stagepack_loaders.torch.adapter_forms import FormBuilder  # noqa: PLC0415 - 10 ms, for stages with adapters alone
+    from stagepack_loaders.torch.adapter_module import AdapterModule  # noqa: PLC0415 - the same
+
     loading, graph_name = weights.loading, bundle.stages[code.stage_number].graph
     builder = FormBuilder(
         find_operators=lambda graph: _operators(graph, loading, graph_name),
         device=weights.device,
         has_regions=loading.options.compile in (True, "regions"),
-        gated=code.gated,
+        gated=gated,
         folded=parts.folded,
         graph=code.graph,
         uses=weights.uses,
     )
-    plain_module = code.graph_module if code.gated is None else code.gated
-    return AdapterModule(plain_module, code.graph, bundle, weights.device, builder.build)
+    return AdapterModule(
+        code.graph_module if gated is None else gated, code.graph, bundle, weights.device, builder.build
+    )
 
 
 def _check_stored_graph(bundle: Bundle, stage_number: int, graph: Graph, loading: Loading) -> None:

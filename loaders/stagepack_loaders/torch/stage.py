@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch.fx import GraphModule
@@ -18,12 +18,14 @@ from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.stages import OutputContract, bind_inputs, checked_inputs
-from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.torch.container import Container, Slot, register_weight, set_wait, submodule
 from stagepack_loaders.torch.module_builder import ModuleCallBody, called_modules, connect_calls
 from stagepack_loaders.torch.stage_memory import StageState
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_gate import GatedModule
+
+if TYPE_CHECKING:
+    from stagepack_loaders.torch.adapter_module import AdapterModule
 from stagepack_loaders.window_plan import Residency
 
 _PARTS = "stagepack.stage"
@@ -109,10 +111,14 @@ class StageCode:
     follows_autocast: bool = False
 
     @property
+    def adapted(self) -> "AdapterModule | None":
+        """The compiled module of a stage that takes adapters; None for a stage that takes none."""
+        return None if self.adapters.keyword is None else cast("AdapterModule", self.compiled_module)
+
+    @property
     def gated(self) -> GatedModule | None:
         """What asks for the weights of the stage; None if they are there."""
-        module = self.compiled_module
-        module = module.plain_module if isinstance(module, AdapterModule) else module
+        module = self.compiled_module if self.adapted is None else self.adapted.plain_module
         return module if isinstance(module, GatedModule) else None
 
 
@@ -316,7 +322,7 @@ class TorchStage(Container):
         compiled_module = self._parts.code.compiled_module
         if self.residency is not None:
             return "it has device_memory, and its weights pass through the memory of its device"
-        if isinstance(compiled_module, AdapterModule):
+        if self._parts.code.adapted is not None:
             return "its adapters are on its device"
         if compiled_module is not None and not isinstance(compiled_module, GatedModule):
             return "it is compiled for its device"
