@@ -54,5 +54,5 @@ class AdapterCalls:
         """
         if self._bundle is not None:
             values[self._bundle.rows_edge.name] = self._bundle.numbers(adapter, sizes)
-        elif any(name is not None for name in (adapter if isinstance(adapter, list) else [adapter])):
+        elif adapter is not None and not (isinstance(adapter, list | tuple) and adapter.count(None) == len(adapter)):
             raise InputError(f"adapter: expected none, the model has no adapters, found {adapter!r:.100}")

@@ -119,11 +119,11 @@ class JointVersions:
                             stages.take_over(version)
                     raise
                 self.put({id(stages): version for stages, version in zip(members, staged, strict=True)})
+                if isinstance(source, UpdateSource):  # before processes may be started again, which keep none
+                    kept = {id(stages): version for stages, version in zip(members, previous, strict=True)}
+                    self.kept = kept if source.keeps_previous else {}
             if any(stages.pauses for stages in members):
                 report.pause = report.switch
-            if isinstance(source, UpdateSource):
-                kept = {id(stages): version for stages, version in zip(members, previous, strict=True)}
-                self.kept = kept if source.keeps_previous else {}
             report.version, report.previous = staged[0].name, previous[0].name
 
     def forget(self, key: int) -> None:

@@ -157,9 +157,7 @@ class CallablePipeline(PipelineVersions):
     def call_version(self, version: StageVersion, inputs: Mapping[str, Any]) -> Any:
         """Call the pipeline on a version of the weights, with inputs by name."""
         values, sizes, arrays = self._bind(version, (), inputs)
-        self.executor.refuse_waiting()
-        answer = self.executor.submit(values, sizes, options=CallOptions(version=version))
-        return self._build_result(answer.result(), arrays)
+        return self._build_result(self.executor.run(values, sizes, version), arrays)
 
     def _sequence(self, version: StageVersion) -> PipelineSequence:
         state = self.executor.begin_sequence(version)

@@ -30,7 +30,7 @@ from stagepack.errors import (
 )
 from stagepack_loaders.torch.adapter_module import AdapterModule
 from tests.adapters.lora import adapted, write_lora
-from tests.adapters.models import IDS, export_model, logits, make_model
+from tests.adapters.models import IDS, MASK, export_model, logits, make_model
 from tests.distributed.bundles import has_restarts, process_ids
 from tests.process_facts import memory_bytes
 from tests.waiting import wait_until
@@ -346,6 +346,31 @@ def test_processes_start_again_without_an_adapter_that_is_no_longer_there(
             logits(pipeline, adapter="a")
         pipeline.load_adapter(made.folder / "a")
         assert not torch.equal(logits(pipeline, adapter="a"), expected["b"])
+
+
+@pytest.mark.parametrize("options", [{"copy": True}, {"stream": True}])
+def test_an_update_of_a_pipeline_that_takes_adapters_frees_the_weights_before(
+    options: dict[str, Any], made: Made, tmp_path: Path
+) -> None:
+    state = {name: tensor + 0.5 for name, tensor in make_model("llama").state_dict().items()}
+    delta = stagepack.delta(made.bundle, state, out=tmp_path / "step")
+    pipeline = stagepack.load(made.bundle, adapters=[], **options)
+    logits(pipeline)
+    weights = [weakref.ref(next(stage.parameters())) for stage in pipeline.stages]
+    pipeline.load_adapter(made.folder / "a")
+    pipeline.unload_adapter("a")
+    pipeline.update(delta)
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * len(weights)
+    logits(pipeline)
+
+
+def test_a_stage_that_takes_adapters_is_compiled_by_its_caller(made: Made) -> None:
+    stage = stagepack.load_stage(made.bundle, 0, adapters=[])
+    inputs = {"input_ids": IDS, "attention_mask": MASK}
+    values = {name: inputs[name] for name in made.bundle.stages[0].inputs}
+    for found, expected in zip(torch.compile(stage, backend="eager")(**values), stage(**values), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_loads_leave_no_memory(made: Made, pipeline: Any, tmp_path: Path) -> None:

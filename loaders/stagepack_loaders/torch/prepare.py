@@ -26,7 +26,7 @@ from stagepack.format.validate.files import NamedWeights
 from stagepack.format.validate.whole_model import check_whole_model
 from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.adapter_calls import AdapterCalls
-from stagepack_loaders.base import Loading
+from stagepack_loaders.base import Loading, SharedObjects
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
@@ -251,7 +251,8 @@ def _adapter_module(
     from stagepack_loaders.torch.adapter_forms import FormBuilder  # noqa: PLC0415 - 10 ms, for stages with adapters alone
     from stagepack_loaders.torch.adapter_module import AdapterModule  # noqa: PLC0415 - the same
 
-    loading, graph_name = weights.loading, bundle.stages[code.stage_number].graph
+    # Later versions run this code, too: what was shared at loading has the weights of the first one.
+    loading, graph_name = replace(weights.loading, shared=SharedObjects()), bundle.stages[code.stage_number].graph
     builder = FormBuilder(
         find_operators=lambda graph: _operators(graph, loading, graph_name),
         device=weights.device,

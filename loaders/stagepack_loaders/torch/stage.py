@@ -23,10 +23,10 @@ from stagepack_loaders.torch.module_builder import ModuleCallBody, called_module
 from stagepack_loaders.torch.stage_memory import StageState
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_gate import GatedModule
+from stagepack_loaders.window_plan import Residency
 
 if TYPE_CHECKING:
     from stagepack_loaders.torch.adapter_module import AdapterModule
-from stagepack_loaders.window_plan import Residency
 
 _PARTS = "stagepack.stage"
 
@@ -262,7 +262,7 @@ class TorchStage(Container):
             StageFailedError: an operator failed.
         """
         code = self._parts.code
-        if torch.compiler.is_compiling() and not code.adapters.names:
+        if torch.compiler.is_compiling() and code.adapters.keyword is None:
             return self.run(list(bind_inputs(self.graph.inputs, args, kwargs).values()))
         inputs = checked_inputs(self.graph.inputs, args, kwargs, self.graph.symbols, code.guards, code.adapters)
         runtime = find_runtime(self.runtime)
@@ -313,8 +313,7 @@ class TorchStage(Container):
     def with_code(self, code: StageCode) -> "TorchStage":
         """Return a stage that runs other code on the weights and the state of this one: the same objects."""
         duplicate = type(self).__new__(type(self))
-        duplicate.__dict__.update(self.__dict__)
-        duplicate.__dict__[_PARTS] = replace(self._parts, code=code)
+        duplicate.__dict__.update({**self.__dict__, _PARTS: replace(self._parts, code=code)})
         return duplicate
 
     def reason_to_stay(self) -> str:

@@ -13,6 +13,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.weights import StoredTensor
+from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import Loading, SharedObjects
 from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.patched_file import PatchedFile
@@ -203,7 +204,7 @@ def _on_device(weights: Mapping[int, StageWeights], device: torch.device) -> dic
 
 def _new_stage(running: TorchStage, loaded: LoadedWeights, bundle: Bundle) -> TorchStage:
     """Return a stage that runs the code of another one, which asks for its weights no more."""
-    code = running.code
+    code = replace(running.code, adapters=AdapterCalls(bundle, [value.name for value in running.graph.inputs]))
     if isinstance(code.compiled_module, GatedModule):
         code = replace(code, compiled_module=None)
     state_names = bundle.stages[code.stage_number].state

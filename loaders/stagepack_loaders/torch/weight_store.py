@@ -317,16 +317,17 @@ class ArrivingWeights(WeightGate):
         sources: ArrivingFiles,
     ) -> None:
         self._uses = uses
-        self._weights = weights
-        self._files = files
+        self._weights: Sequence[ArrivingWeight] = weights
+        self._files: Sequence[ArrivingFile] = files
         self._sources: ArrivingFiles | None = sources
         self._waiting = [True] * len(uses)
 
     def acquire(self, use_index: int, given_weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `WeightGate`. The weights that the module was called with are returned: the user may have replaced them."""
+        weights = self._weights  # `wait` may replace them meanwhile
         if self._waiting[use_index]:
             for weight_index in self._uses[use_index].weights:
-                self._weights[weight_index].wait()
+                weights[weight_index].wait()
             self._waiting[use_index] = False
         return given_weights
 
@@ -344,4 +345,6 @@ class ArrivingWeights(WeightGate):
             weight.wait()
         for file in self._files:
             file.wait()
-        self._sources = None
+        # Versions to come of a stage with adapters keep the gate, and must not keep these weights.
+        self._waiting = [False] * len(self._uses)
+        self._weights, self._files, self._sources = (), (), None
