@@ -21,6 +21,7 @@ from tests.adapters.models import make_model
 from tests.serve.local_server import LocalServer, local_server, serving
 from tests.serve.servers import AnyServer, Client, get, post, post_json, refused
 from tests.serve.version_models import export_scale
+from tests.unit.test_joint_update import Autoencoder, export
 from tests.waiting import wait_until
 
 IDS = torch.tensor([[5, 9, 31, 7], [7, 8, 9, 3], [3, 3, 4, 1]])
@@ -253,6 +254,17 @@ def test_a_model_that_brings_an_adapter_with_the_name_of_a_model_is_refused(
         check(server, made, "formal")
         status, answer = repository(server, "formal", "load")
         assert (status, "an adapter of bert: unload it first" in answer["error"]) == (400, True)
+
+
+def test_an_adapter_of_several_entry_points_is_unloaded_from_all(tmp_path: Path) -> None:
+    bundle = export(0, tmp_path / "autoencoder.stagepack")
+    lora = write_lora(Autoencoder().eval(), tmp_path / "lora", {"layers.1": 2})
+    adapter = stagepack.write_adapter(bundle, lora, out=tmp_path / "x").path
+    with local_server([bundle.path], "--adapter", str(adapter), *EXPLICIT) as server:
+        models = server.control.models.serving
+        assert [model.adapters.names for model in models] == [("x",)] * 2
+        assert repository(server, "x", "unload")[0] == 200
+        assert [model.adapters.names for model in models] == [()] * 2
 
 
 def test_a_polled_folder_is_followed(made: Made, folder: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -183,6 +183,8 @@ class AdapterControl:
                     await self._change(name, None, replaces=False)
             except StagepackError as error:
                 _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+                if isinstance(error, RequestError) and error.status is RequestStatus.STAGE_LOST:
+                    states[name] = None  # its processes are started again: it is tried again
         self._tried = states
         self._refusals = {name: reason for name, reason in self._refusals.items() if name in listed}
 
@@ -266,7 +268,8 @@ class AdapterControl:
                 )
             for part in model.parts.values():
                 part.check_new_adapter(adapter)
-        return [model for model in fitting if (name, adapter.document.sha256) not in _digests(model)]
+        loaded = [(model, model.adapters.opened.get(name)) for model in fitting]
+        return [model for model, other in loaded if other is None or other.digest != adapter.digest]
 
 
 def _is_name(name: str) -> bool:
@@ -277,16 +280,12 @@ def _is_name(name: str) -> bool:
     return True
 
 
-def _digests(model: ServedModel) -> Iterator[tuple[str, str]]:
-    """The adapters of a model, with the digests of their documents."""
-    return ((name, adapter.document.sha256) for name, adapter in model.adapters.opened.items())
-
-
 def _apply(change: AdapterChange, models: Sequence[ServedModel]) -> None:
     """Change an adapter of some models; if one of them fails, none has changed."""
     changed: list[tuple[ServedModel, OpenAdapter | None]] = []
     try:
-        for model in models:
+        # The entry points of a bundle change together.
+        for model in {id(model.pipeline.executor.updated.joint): model for model in models}.values():
             former = model.adapters.opened.get(change.name)
             model.pipeline.executor.update(change, UpdateReport())
             changed.append((model, former))

@@ -289,7 +289,7 @@ class Scheduler:
     def _known(self, version: StageVersion | None) -> StageVersion:
         """The version that a call is for. Processes that were started again have the newest one under another number."""
         newest = self._executor.version
-        return newest if version is None or version.identity == newest.identity else version
+        return newest if version in (None, newest) or version.identity == newest.identity else version
 
     def _state(self, call: QueuedCall) -> CallSequence | None:
         if call.sequence is None:

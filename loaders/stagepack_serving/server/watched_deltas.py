@@ -1,6 +1,5 @@
 """Where a server finds the next version of a model: a folder of deltas on this machine, or one at a URL."""
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -19,10 +18,11 @@ from stagepack.format.file_checks import open_regular_file
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME
+from stagepack.remote.cache import Cache, default_cache_folder
 from stagepack.remote.url import BundleUrl
 from stagepack_serving.server.bundle_listings import folder_state
+from stagepack_serving.server.security import file_state
 
-_LOGGER: Final = logging.getLogger("stagepack.serve")
 # Clients choose among the names of a folder, and never a path.
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
 _FOLDER_SECONDS: Final = 0.5
@@ -113,7 +113,7 @@ class DeltaFolder:
             raise StagepackError(f"{folder}: the folder of updates cannot be read: {error.strerror}") from None
         known, bases = self._bases.get(model_name, {}), {}
         for name in filter(NAME.fullmatch, names):
-            state = _manifest_state(folder / name)
+            state = file_state(folder / name / MANIFEST_NAME)
             if name in known and known[name][0] == state:
                 bases[name] = known[name]
             else:
@@ -135,7 +135,6 @@ class DeltaUrl:
     def __init__(self, url: str) -> None:
         with explain_missing_packages("remote"):
             from stagepack.remote import remote_bundle  # noqa: PLC0415 - fsspec and aiohttp are optional
-            from stagepack.remote.cache import Cache, default_cache_folder  # noqa: PLC0415 - the same
 
         self._open_next = remote_bundle.open_next
         self._url = BundleUrl.parse(url)
@@ -170,15 +169,6 @@ class DeltaUrl:
             raise RemoteError(f"{step.name}: {message}: load the bundle that it makes")
         step.source.check_digests(step.source.files)
         self._error_count = 0
-
-
-def _manifest_state(path: Path) -> object:
-    """A value that changes when the manifest in a folder changes; None if there is none."""
-    try:
-        status = os.stat(path / MANIFEST_NAME)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _read_base(path: Path) -> str:

@@ -191,7 +191,7 @@ class TextLoop:
                         take = functools.partial(self._take, call)
                         try:
                             results: list[_Result] = await self._decoder.call(
-                                call.inputs, sequence, take, adapter=call.adapters
+                                call.inputs, sequence, take, adapter=call.adapters, weights=self._weights[lane]
                             )
                         except RequestError as error:
                             self._begin_again(lane, error)
@@ -220,8 +220,10 @@ class TextLoop:
     def _end_refused_texts(self, lane: _Lane) -> None:
         """End the texts that cannot begin in the next call: their adapter was unloaded since they were asked for, or it is too late."""
         self.follow_weights()
-        for text in (*lane.beginning, *(self._waiting if lane in self._batches else ())):
-            if text.adapter is not None and text.adapter not in self._weights[lane].adapters.names:
+        names = self._weights[lane].adapters.names
+        takes_waiting = len(lane) < lane.most_texts and lane in self._batches
+        for text in (*lane.beginning, *(self._waiting if takes_waiting else ())):
+            if text.adapter is not None and text.adapter not in names:
                 self._waiting.remove(text)
                 message = f"{self._decoder.name}: adapter: {text.adapter!r} was unloaded before the text began"
                 self._end(lane, text, BadRequestError(message))
