@@ -122,4 +122,12 @@ def with_adapters(bundle: Bundle, given: Sequence[str] | None) -> Bundle:
 
 def adapter_texts(bundle: "AdaptedBundle") -> tuple[str, ...]:
     """Return the adapters of a bundle with their digests, in the order of their numbers, as texts for `NamedAdapter`."""
-    return tuple(str(NamedAdapter(name, adapter.location, adapter.digest)) for name, adapter in bundle.adapters.items())
+    return tuple(
+        str(NamedAdapter(name, opening_location(adapter), adapter.digest)) for name, adapter in bundle.adapters.items()
+    )
+
+
+def opening_location(adapter: OpenAdapter) -> str:
+    """Return the folder or URL that other processes open an adapter by, with the secrets of the URL."""
+    url = None if adapter.source is None else adapter.source.url
+    return url or adapter.location

@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 from stagepack.adapter.opened import OpenAdapter
 from stagepack.errors import OptionError
 from stagepack.format.quantities import parse_byte_size
-from stagepack.named_adapters import check_adapter_name
+from stagepack.named_adapters import check_adapter_name, opening_location
 from stagepack.opening import AdapterSource, DeltaSource, TrustedSigners
 from stagepack.options import Option
 
@@ -270,7 +270,7 @@ def adapter_list(adapters: Any) -> list[str] | None:
 def adapter_text(adapter: Any) -> str:
     """Return the text for `stagepack.named_adapters.NamedAdapter` of an adapter that a caller gives."""
     if isinstance(adapter, OpenAdapter):
-        return f"{adapter.location}@sha256:{adapter.digest}"
+        return f"{opening_location(adapter)}@sha256:{adapter.digest}"
     if not isinstance(adapter, str | os.PathLike):
         raise OptionError(f"adapters: expected the folder or URL of an adapter, found {adapter!r:.100}")
     return os.fspath(adapter)

@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import stagepack
+from stagepack.adapter.adapted_bundle import AdaptedBundle
 from stagepack.cli import main
 from stagepack.documents import open_listed
 from stagepack.errors import AdapterError, DigestError, OptionError
+from stagepack.named_adapters import adapter_texts
 from stagepack.remote.cache import Cache
 from stagepack.remote.cache_contents import keep_newest_bundles
 from tests.adapters.lora import write_tiny_adapter
@@ -51,6 +53,12 @@ def test_an_adapter_is_loaded_from_a_url(adapter_server: HttpServer, adapters: P
         pipeline = stagepack.load(TINY, adapters=given)
         assert pipeline.adapters == ("pirate",)
         assert pipeline(ROWS, adapter="pirate")[0].tolist() == expected.tolist()
+    # Other processes open it by its URL with the secrets, which no message shows.
+    secret = stagepack.open_adapter(f"{url}?token=secret")
+    assert adapter_texts(AdaptedBundle(stagepack.open(TINY), {"pirate": secret})) == (
+        f"pirate={url}?token=secret@sha256:{digest}",
+    )
+    assert secret.location == url
     adapter_server.requests.clear()
     stagepack.load(TINY, adapters=[f"{url}@sha256:{digest}"])
     assert not adapter_server.requests  # the cache has it
