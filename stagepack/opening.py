@@ -200,13 +200,13 @@ def _open_location(
     storage_options: Mapping[str, Any] | None,
     expected: type[Bundle] | type[Delta] | type[OpenAdapter] = Bundle,
 ) -> Listed:
-    if isinstance(source, ListedFiles):
-        return source
-    if not isinstance(source, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike | ListedFiles):
         raise OptionError(f"expected a path or a URL, found {type(source).__name__}")
     if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
         raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest[:80]!r}")
-    if isinstance(source, str) and is_url(source):
+    if isinstance(source, ListedFiles):
+        bundle: Listed = source
+    elif isinstance(source, str) and is_url(source):
         with explain_missing_packages("remote"):
             from stagepack.remote.cache import Cache, default_cache_folder  # noqa: PLC0415 - fsspec and aiohttp are optional
             from stagepack.remote.remote_bundle import open_url  # noqa: PLC0415 - the same

@@ -108,6 +108,8 @@ def test_a_digest_pins_an_adapter(bundle_path: Path, adapter_path: Path) -> None
         assert stagepack.load(bundle_path, adapters=adapters).adapters == ("pirate",)
     with pytest.raises(DigestError, match=f"expected the adapter of the digest {'0' * 64}, found {digest}"):
         stagepack.load(bundle_path, adapters=[f"{adapter_path}@sha256:{'0' * 64}"])
+    with pytest.raises(DigestError, match="expected the adapter of the digest"):
+        stagepack.open_adapter(stagepack.open_adapter(adapter_path), digest="0" * 64)
     wrong: Any
     for wrong in ([1], [None], [b"x"], "pirate", [f"{adapter_path}@sha256:1"], ["=x"], [""]):
         with pytest.raises((OptionError, stagepack.errors.NotABundleError)):
