@@ -1,9 +1,10 @@
 """What differs between two adapters: their bases, the modules and weights that they change, and how."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX, LowRankChange
+from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX, TENSORS_NAME, LowRankChange
 from stagepack.adapter.opened import OpenAdapter
 from stagepack.format.shapes import format_shape
 from stagepack.format.weights import StoredTensor
@@ -59,9 +60,9 @@ def _change_differences(first: OpenAdapter, second: OpenAdapter, a: LowRankChang
         yield f"scale {a.scale:g} and {b.scale:g}"
     if bias := _tensor_difference(first, second, module + BIAS_SUFFIX):
         yield f"bias {bias}"
-    pair = [_tensor_difference(first, second, module + suffix) for suffix in (A_SUFFIX, B_SUFFIX)]
-    if ranks[0] == ranks[1] and any(pair):
-        yield next(filter(None, pair))
+    if ranks[0] == ranks[1]:
+        pair = (_tensor_difference(first, second, module + suffix) for suffix in (A_SUFFIX, B_SUFFIX))
+        yield from itertools.islice(filter(None, pair), 1)
 
 
 def _tensor_difference(first: OpenAdapter, second: OpenAdapter, name: str) -> str:
@@ -71,11 +72,7 @@ def _tensor_difference(first: OpenAdapter, second: OpenAdapter, name: str) -> st
         return "" if a is b else f"only in {'B' if a is None else 'A'}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{_kind(a)} and {_kind(b)}"
-    pieces = (
-        adapter.pieces(file.name, stored.start, stored.end)
-        for adapter, stored in ((first, a), (second, b))
-        for file in adapter.listed
-    )
+    pieces = (adapter.pieces(TENSORS_NAME, stored.start, stored.end) for adapter, stored in ((first, a), (second, b)))
     return "" if all(x == y for x, y in zip(*pieces, strict=True)) else "other values"
 
 

@@ -126,9 +126,9 @@ def _use_of_node(nodes: Sequence[Sequence[Field]], graph: Graph, uses: Sequence[
                 weight_of_value[_text(node, NODE_OUTPUT)] = weight_of_value[name]
             else:
                 users[weight_of_value[name]].append(number)
-    found = {}
+    found, users_in_graph = {}, weight_users(graph, {use.weight.value for use in uses})
     for use in uses:
-        numbers, graph_nodes = users[use.weight.names[0]], weight_users(graph, use.weight.value)
+        numbers, graph_nodes = users[use.weight.names[0]], users_in_graph[use.weight.value]
         is_alike = len(numbers) == len(graph_nodes)
         if not is_alike or not _fits(nodes[numbers[graph_nodes.index(use.node)]], use, weight_of_value):
             raise _other_use(f"{use.change.module[:120]}: expected an ONNX model that uses its weight")

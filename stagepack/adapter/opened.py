@@ -158,7 +158,7 @@ def all_graphs(bundle: Bundle) -> "list[Graph]":
     """Return the graphs of all stages of all entry points of a bundle."""
     kept = bundle.with_graphs_kept()
     return [
-        kept.select(entry_point.name).graph(stage_number)
+        kept.select(entry_point.name).graph_file(stage_number, module_calls=False).graph
         for entry_point in bundle.entry_points
         for stage_number in range(len(entry_point.stages))
     ]

@@ -77,15 +77,16 @@ def find_uses(graph: Graph, changes: Mapping[str, LowRankChange]) -> list[Use]:
     return uses
 
 
-def weight_users(graph: Graph, weight_value: str) -> list[int]:
-    """Return the nodes of a graph that use a weight, maybe transposed, in order; `weight_value` is the name of its value."""
-    matrices = dict(_matrices(graph, {weight_value}))
-    return [
-        number
-        for number, node in enumerate(graph.nodes)
-        if any(name in matrices for name in input_names(node))
-        and not all(name in matrices for name in output_names(node))
-    ]
+def weight_users(graph: Graph, weight_values: set[str]) -> dict[str, list[int]]:
+    """Return the nodes of a graph that use each of some weights, maybe transposed, in order, by the name of its value."""
+    matrices = dict(_matrices(graph, weight_values))
+    users: dict[str, list[int]] = {value: [] for value in weight_values}
+    for number, node in enumerate(graph.nodes):
+        used = {matrices[name][0] for name in input_names(node) if name in matrices}
+        if used and not all(name in matrices for name in output_names(node)):
+            for value in used:
+                users[value].append(number)
+    return users
 
 
 def unused_changes(graphs: Sequence[Graph], changes: Mapping[str, LowRankChange]) -> dict[str, str]:

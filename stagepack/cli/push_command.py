@@ -7,6 +7,7 @@ from stagepack.cli.output import print_json, print_line
 from stagepack.cli.shared_flags import JSON, BundleOptions, open_listed_argument, refuse_url
 from stagepack.deltas.delta import Delta
 from stagepack.extras import explain_missing_packages
+from stagepack.format.manifest_codec import kind_name
 from stagepack.remote.url import HUB_SCHEME, BundleUrl, is_url
 
 
@@ -49,7 +50,9 @@ def command(options: _Options) -> None:
     url = BundleUrl.parse(options.url)
     if options.by_base:
         if not isinstance(bundle, Delta):
-            raise click.UsageError(f"--by-base: expected a delta, found the bundle {options.bundle_path}")
+            raise click.UsageError(
+                f"--by-base: expected a delta, found {kind_name(bundle.document_format)}: {options.bundle_path}"
+            )
         url = url.child(bundle.base)
     commit_url = push(bundle, url, private=options.private or None, message=options.message)
     if options.as_json:

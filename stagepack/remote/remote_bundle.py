@@ -73,21 +73,20 @@ class RemoteFiles:
             # Files of the same content come one after the other.
             distinct = list({entry.blake3: entry for entry in reversed(missing)}.values())[::-1]
             self._cache.check_free_bytes(distinct)
-            local_chunks = LocalChunks(
-                (folder for folder in self._bundle_folders() if folder != self._folder), distinct
-            )
-            with self._composing(distinct, local_chunks):
+            folders = [folder for folder in self._bundle_folders() if folder != self._folder]
+            local_chunks = LocalChunks(folders, distinct)
+            with self._composing(distinct, folders, local_chunks):
                 for first in range(0, len(distinct), _BATCH_FILES):
                     self._fetch_batch(distinct[first : first + _BATCH_FILES], local_chunks, arrivals)
             self._tell_complete(entries, arrivals)
 
     @contextlib.contextmanager
-    def _composing(self, entries: Sequence[File], local_chunks: LocalChunks) -> Iterator[None]:
+    def _composing(self, entries: Sequence[File], folders: Sequence[Path], local_chunks: LocalChunks) -> Iterator[None]:
         """Return a context in which deltas make chunks of an earlier version, where they take fewer bytes than the files."""
         missing_bytes = local_chunks.missing_bytes(entries) - self._cache.begun_bytes(entries)
         opened: dict[str, Sequence[File]] = {}
         if missing_bytes >= _LEAST_COMPOSED_BYTES:
-            local_chunks.composed = self._compose(entries, missing_bytes, opened)
+            local_chunks.composed = self._compose(entries, folders, missing_bytes, opened)
         try:
             yield
         finally:
@@ -99,7 +98,7 @@ class RemoteFiles:
                     remove_with_files(self._cache, digest, delta_files)
 
     def _compose(
-        self, entries: Sequence[File], most_bytes: int, opened: dict[str, Sequence[File]]
+        self, entries: Sequence[File], folders: Sequence[Path], most_bytes: int, opened: dict[str, Sequence[File]]
     ) -> ComposedChunks | None:
         open_next = self.open_next
         if open_next is None:
@@ -110,9 +109,8 @@ class RemoteFiles:
                 opened[delta.digest] = delta.listed
             return delta
 
-        folders = [folder for folder in self._bundle_folders() if folder != self._folder]
         # The one that was opened at the same URL is the version before at most times.
-        folders.sort(key=lambda folder: _location_of(folder) != self.location)
+        folders = sorted(folders, key=lambda folder: _location_of(folder) != self.location)
         with contextlib.suppress(StagepackError, OSError):
             composed = find_composed(read_manifest(self._folder), folders, entries, most_bytes, noting_open)
             return None if composed is None else ComposedChunks(composed, entries)

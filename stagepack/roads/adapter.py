@@ -15,7 +15,7 @@ from stagepack.adapter.document import (
     LowRankChange,
 )
 from stagepack.adapter.names import place_names, weights_by_name
-from stagepack.adapter.opened import OpenAdapter, all_graphs, check_fits
+from stagepack.adapter.opened import OpenAdapter, check_fits
 from stagepack.adapter.peft_folder import PeftAdapter, read_peft_folder
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange
@@ -111,7 +111,8 @@ def _placed(base: Bundle, source: PeftAdapter) -> tuple[AdapterDocument, dict[st
         files=(),
         sha256=ZERO_DIGEST,
     )
-    check_fits(all_graphs(base), document, tensors, name)
+    graphs = [graph for entry_point in base.entry_points for graph in base.select(entry_point.name).graphs()]
+    check_fits(graphs, document, tensors, name)
     return document, tensors
 
 

@@ -41,11 +41,11 @@ from stagepack.format.graph import Weight
 from stagepack.format.name_prefixes import placements
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import INDEX_NAME
 from stagepack.format.weights import StoredTensor
 from stagepack.format.writer import check_output_path
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 
-INDEX_NAME: Final = "model.safetensors.index.json"
 _POSITION: Final = numpy.dtype("<u4")
 _FILE_NAME: Final = "model-00000-of-00001.safetensors"
 _Array = numpy.ndarray[Any, Any]
@@ -199,16 +199,17 @@ def write_checkpoint_delta(
 
 def _changed_weights(old: Bundle, new: Bundle) -> Iterator[tuple[str, bytearray, bytearray]]:
     """Yield the name of each weight that differs, and its bytes in both bundles."""
+    new_weights = weights_by_name(new)
     facts, new_facts = (
-        {name: (w.dtype, w.shape, w.names, w.kind, w.base) for name, w in weights_by_name(bundle).items()}
-        for bundle in (old, new)
+        {name: (w.dtype, w.shape, w.names, w.kind, w.base) for name, w in weights.items()}
+        for weights in (weights_by_name(old), new_weights)
     )
     if others := sorted(name for name in facts.keys() | new_facts if facts.get(name) != new_facts.get(name)):
         raise CaptureError(f"{new.location}: expected the weights of {old.location}, found others: {shown(others)}")
     old_bytes, new_bytes = _StoredBytes(old), _StoredBytes(new)
     for bundle, other in ((old, new), (new, old)):
         bundle.check_digests(entry.name for entry in bundle.listed if entry != other.files.get(entry.name))
-    weights = {weight.stored: weight for weight in weights_by_name(new).values() if weight.base is None}
+    weights = {weight.stored: weight for weight in new_weights.values() if weight.base is None}
     for name, (entry, tensor) in (old_bytes.places | new_bytes.places).items():
         if name in old_bytes.places and old_bytes.places[name][0] == entry:
             continue

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from stagepack.adapter.document import A_SUFFIX, B_SUFFIX, BIAS_SUFFIX, TENSORS_NAME, LowRankChange
-from stagepack.adapter.names import weights_by_name
 from stagepack.adapter.opened import OpenAdapter, check_fits
 from stagepack.adapter.rewrite import computing_dtype
 from stagepack.adapter.uses import find_uses
@@ -91,9 +90,9 @@ class _Merging:
 
     def __init__(self, adapter: OpenAdapter, base: Bundle, entry_points: list[StoredEntryPoint]) -> None:
         self._adapter = adapter
-        self._weights = weights_by_name(base)
         self._locations = {name: place for stored in entry_points for name, place in stored.locations.items()}
         self._graphs = [graph for stored in entry_points for graph in stored.graphs]
+        self._weights = {name: weight for graph in self._graphs for weight in graph.weights for name in weight.names}
         check_fits(self._graphs, adapter.document, adapter.tensors, adapter.location)
 
     def replacements(self) -> dict[str, CheckpointTensor]:

@@ -126,14 +126,15 @@ class _OwnChanges:
 
     def _check_complete(self, names: Sequence[Collection[str]]) -> None:
         """Refuse a bundle that has other weights than the one that is trained."""
-        known, needed_names = set().union(*names), weight_names(self._training.bundle)
-        missing = [
-            weight.names[0]
+        known = set().union(*names)
+        unknown = [
+            weight
             for weight in self._own.weights.values()
-            if weight.kind in ("parameter", "buffer")
-            and not needed_names.isdisjoint(weight.names)
-            and weight.stored not in known
+            if weight.kind in ("parameter", "buffer") and weight.stored not in known
         ]
+        # A delta is written at each step: graphs are read only if weights are missing, which other entry points may have.
+        needed_names = weight_names(self._training.bundle) if unknown else set()
+        missing = [weight.names[0] for weight in unknown if not needed_names.isdisjoint(weight.names)]
         if missing:
             raise CaptureError(
                 f"no process has the weights {shown(missing)} of the bundle: give the one that is trained"

@@ -10,7 +10,8 @@ import torch
 import zstandard
 
 from stagepack.errors import FormatError
-from stagepack.roads.checkpoint_delta import _CHANGES, INDEX_NAME, open_checkpoint_delta
+from stagepack.format.rules import INDEX_NAME
+from stagepack.roads.checkpoint_delta import _CHANGES, open_checkpoint_delta
 from tests.deltas.published_deltas import ENCODINGS, publish
 from tests.fuzz.parsers import FuzzedParser
 

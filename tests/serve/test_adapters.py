@@ -21,7 +21,8 @@ from tests.adapters.models import make_model
 from tests.serve.local_server import LocalServer, local_server, serving
 from tests.serve.servers import AnyServer, Client, get, post, post_json, refused
 from tests.serve.version_models import export_scale
-from tests.unit.test_joint_update import Autoencoder, export
+from tests.unit.test_entry_points import Autoencoder
+from tests.unit.test_joint_update import export
 from tests.waiting import wait_until
 
 IDS = torch.tensor([[5, 9, 31, 7], [7, 8, 9, 3], [3, 3, 4, 1]])

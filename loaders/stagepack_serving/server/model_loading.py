@@ -149,7 +149,7 @@ class BundleLoading:
             return _pipelines_by_model(model_name, loaded)
         pipelines = {}
         for name, selected_bundle in _entry_points_by_model(model_name, bundle).items():
-            pipeline = self._load_pipeline(selected_bundle, closing)
+            pipeline = self._load_pipeline(selected_bundle, load, closing)
             if pipeline is None:
                 return None
             pipelines[name] = pipeline
@@ -164,8 +164,8 @@ class BundleLoading:
         takes_adapters = bool(adapters) or (self._options.loads_adapters and len(bundle.entry_points) == 1)
         return structs.replace(load, adapters=adapters if takes_adapters else None)
 
-    def _load_pipeline(self, bundle: Bundle, closing: ExitStack) -> CallablePipeline | None:
-        options, load = self._options, self._load_options(bundle)
+    def _load_pipeline(self, bundle: Bundle, load: LoadOptions, closing: ExitStack) -> CallablePipeline | None:
+        options = self._options
         load = structs.replace(load, runtime=[runtime.name for runtime in runtime_of_each_stage(load.runtime, bundle)])
         if not options.uses_processes:
             limits = Limits(value_bytes=options.value_bytes)
