@@ -109,7 +109,7 @@ class GatedDecoder:
 
     def __init__(self) -> None:
         self.limits, self.metrics = ServerLimits(max_batch_size=1, max_sequences=1), Metrics()
-        self.weights = object()
+        self.weights = SimpleNamespace(adapters=SimpleNamespace(names=()))
         self.admission = Admission(self.name, 256, 2)
         self.prompts: list[int] = []
         self.sequence_count = self.abandoned_count = 0
@@ -126,7 +126,7 @@ class GatedDecoder:
         finally:
             self.sequence_count -= 1
 
-    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any, adapter: Any = None) -> Any:
+    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any, *, adapter: Any, weights: Any) -> Any:
         self.prompts.append(int(inputs["input_ids"][0, 0]))
         try:
             await self.may_answer.acquire()

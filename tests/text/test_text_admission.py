@@ -151,7 +151,7 @@ class SteadyDecoder:
 
     def __init__(self) -> None:
         self.limits, self.metrics = ServerLimits(max_batch_size=ROWS), Metrics()
-        self.weights = object()
+        self.weights = SimpleNamespace(adapters=SimpleNamespace(names=()))
         self.admission = Admission(self.name, 256, ROWS + 1)
 
     def weights_with(self, _: object) -> tuple[object, object]:
@@ -161,7 +161,7 @@ class SteadyDecoder:
     async def reserve_sequence(self, weights: object) -> AsyncIterator[None]:
         yield
 
-    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any, adapter: Any = None) -> Any:
+    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any, *, adapter: Any, weights: Any) -> Any:
         await asyncio.sleep(STEP_SECONDS)
         return finish({"logits": numpy.zeros((len(inputs["input_ids"]), 2), numpy.float32)})
 
