@@ -20,7 +20,7 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
 from stagepack_loaders.executor import CallOptions, Executor
 from stagepack_loaders.module_habits import module_hint
-from stagepack_loaders.pinned_pipeline import pinned_together
+from stagepack_loaders.pinned_pipeline import PinnedPipeline, pinned_together
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.pipeline_versions import PipelineVersions
 from stagepack_loaders.placement import current_placement
@@ -159,6 +159,10 @@ class CallablePipeline(PipelineVersions):
         values, sizes, arrays = self._bind(version, (), inputs)
         return self._build_result(self.executor.run(values, sizes, version), arrays)
 
+    def _pinned(self) -> PinnedPipeline:
+        """The pipeline at its newest version: all calls for some texts, and what reads these, are of one version."""
+        return PinnedPipeline(self, self.executor.version)
+
     def _sequence(self, version: StageVersion) -> PipelineSequence:
         state = self.executor.begin_sequence(version)
         return PipelineSequence(
@@ -213,7 +217,7 @@ class CallablePipeline(PipelineVersions):
             >>> tokens = pipeline.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=50)
             >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
-        pair: tuple[Any, Any] = (self, None) if encoder is None else pinned_together(self, encoder)
+        pair = (self._pinned(), None) if encoder is None else pinned_together(self, encoder)
         options = {"return_logprobs": return_logprobs, "adapter": adapter}
         return pipeline_method("generate")(pair[0], inputs, attention_mask, settings, pair[1], on_tokens, **options)
 
@@ -224,7 +228,7 @@ class CallablePipeline(PipelineVersions):
         prompt_name: str | None = None,
         prompt: str | None = None,
         batch_size: int = 32,
-        adapter: str | None = None,
+        adapter: Any = None,
     ) -> Any:
         """Embed texts, as ``encode`` of sentence-transformers does. The bundle has a model of this library and its tokenizer.
 
@@ -233,21 +237,22 @@ class CallablePipeline(PipelineVersions):
             prompt_name: the prompt of the model that is put before each text, such as ``"query"``; None for the default one of the model.
             prompt: a prompt that takes its place.
             batch_size: the number of texts that are run together, the longest first.
-            adapter: of a pipeline with adapters, the name of the adapter.
+            adapter: of a pipeline with adapters: the name of the adapter for all texts, or a list with a name or None for each text.
 
         Returns:
             The embeddings, [text, dimension], or [dimension] for one text, as an array of the runtime of the first stage. An empty list
             gives [0, dimension].
 
         Raises:
-            InputError: the bundle does not embed texts, or has no tokenizer or no such prompt; or `sentences` are no texts.
+            InputError: the bundle does not embed texts, or has no tokenizer or no such prompt; or `sentences` are no texts, or there are
+                fewer or more adapters in a list.
 
         Examples:
             >>> pipeline = stagepack.load("minilm.stagepack")
             >>> pipeline.encode(["A cat sits on the mat.", "A kitten rests on a rug."]).shape
             torch.Size([2, 384])
         """
-        return pipeline_method("encode")(self, sentences, prompt_name, prompt, batch_size, adapter)
+        return pipeline_method("encode")(self._pinned(), sentences, prompt_name, prompt, batch_size, adapter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.

@@ -23,7 +23,7 @@ from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.decoders import largest_size
 from stagepack_loaders.elements import ELEMENT_DTYPES, Array
-from stagepack_text.prompts import TOKENIZER_FILE, read_tokenizer
+from stagepack_text.prompts import TOKENIZER_FILE, adapter_of, check_adapters, read_tokenizer
 from stagepack_text.token_texts import tokenizer_errors
 
 if TYPE_CHECKING:
@@ -229,20 +229,20 @@ class TextReader:
         return encoding
 
 
-# One for each pipeline, since it takes long to read a tokenizer.
-_READERS: Final[WeakKeyDictionary["TextPipeline", TextReader]] = WeakKeyDictionary()
+# One for each bundle that runs, since it takes long to read a tokenizer.
+_READERS: Final[WeakKeyDictionary[Bundle, TextReader]] = WeakKeyDictionary()
 
 
-def _text_reader(pipeline: "TextPipeline") -> TextReader:
-    """What makes the inputs of a pipeline that embeds texts."""
-    if (reader := _READERS.get(pipeline)) is None:
-        facts = embedding_facts(pipeline.bundle.entry_point)
+def _text_reader(bundle: Bundle) -> TextReader:
+    """What makes the inputs of a bundle that embeds texts."""
+    if (reader := _READERS.get(bundle)) is None:
+        facts = embedding_facts(bundle.entry_point)
         if facts is None:
             raise InputError(
-                f"{pipeline.bundle.location}: to encode texts, expected a model that takes {IDS_INPUT} [batch, sequence] and returns "
+                f"{bundle.location}: to encode texts, expected a model that takes {IDS_INPUT} [batch, sequence] and returns "
                 f"{_RESULT!r}, such as one of sentence-transformers"
             )
-        reader = _READERS[pipeline] = TextReader(pipeline.bundle, facts)
+        reader = _READERS[bundle] = TextReader(bundle, facts)
     return reader
 
 
@@ -252,11 +252,12 @@ def encode(
     prompt_name: str | None,
     prompt: str | None,
     batch_size: int,
-    adapter: str | None = None,
+    adapter: Any = None,
 ) -> Any:
     """Embed texts; see `CallablePipeline.encode`."""
-    reader = _text_reader(pipeline)
+    reader = _text_reader(pipeline.bundle)
     rows = _listed(sentences)
+    check_adapters(adapter, len(rows))
     if batch_size < 1:
         raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
     prompt = reader.settings.prompt(prompt_name) if prompt is None else prompt
@@ -267,7 +268,7 @@ def encode(
         for batch in reader.batches([len(row) for row in rows], batch_size):
             inputs = reader.read_texts([rows[position] for position in batch], prompt).inputs
             answer = pipeline(
-                **({} if adapter is None else {"adapter": adapter}),
+                **adapter_of(batch, adapter),
                 **{
                     input_name: pipeline.arrays.from_elements(array, reader.facts.inputs[input_name])
                     for input_name, array in inputs.items()

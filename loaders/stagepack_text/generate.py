@@ -22,6 +22,8 @@ from stagepack_text.loop.token_loop import TokenLoop
 from stagepack_text.prompts import (
     TOKENIZER_FILE,
     Prompts,
+    adapter_of,
+    check_adapters,
     check_tokens,
     named_inputs,
     read_prompts,
@@ -91,6 +93,7 @@ def generate(
     text_count = _sequence_count(chosen_settings)
     repeated = prompts.repeat(text_count)
     encoder_adapter = adapter
+    check_adapters(adapter, len(prompts.tokens))
     if isinstance(adapter, list | tuple):
         adapter = [name for name in adapter for _ in range(text_count)]
     stop_strings = _stop_strings(decoder.bundle, prompts, chosen_settings)
@@ -152,16 +155,9 @@ def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts
                     else value
                     for name, value in _rows_of(call.inputs, group).items()
                 }
-                group_inputs |= _adapter_of(group, adapter)
+                group_inputs |= adapter_of(range(len(loop.tokens))[group], adapter)
                 logits.append(logits_as_floats(to_elements(sequence(**group_inputs), facts.logits), facts.logits))
             yield logits[0] if len(logits) == 1 else numpy.concatenate(logits)
-
-
-def _adapter_of(group: slice, adapter: Any) -> dict[str, Any]:
-    """The adapter of a call for some of the texts; `adapter` is that of all texts, or a list of those of each."""
-    if adapter is None:
-        return {}
-    return {"adapter": list(adapter[group]) if isinstance(adapter, list | tuple) else adapter}
 
 
 def _encode(encoder: TextPipeline, inputs: Mapping[str, Any], most_texts: int | None, adapter: Any) -> Any:
@@ -171,8 +167,8 @@ def _encode(encoder: TextPipeline, inputs: Mapping[str, Any], most_texts: int | 
     has_batch = value.ndim == len(main_input.shape)  # an error of the call else, which names the input
     groups = _groups(len(value) if has_batch else 1, most_texts)
     if len(groups) == 1:
-        return encoder(**inputs, **_adapter_of(slice(None), adapter))
-    rows = [encoder(**_rows_of(inputs, group), **_adapter_of(group, adapter)) for group in groups]
+        return encoder(**inputs, **adapter_of(range(groups[0].stop), adapter))
+    rows = [encoder(**_rows_of(inputs, group), **adapter_of(range(len(value))[group], adapter)) for group in groups]
     return array_ops_of(rows[0]).join(rows)
 
 

@@ -1,6 +1,6 @@
 """What a caller of `generate` gives -> the tokens of a batch, and its answer as an array or a text of the same kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -125,6 +125,24 @@ def read_tokenizer(bundle: Bundle, *, cuts_and_pads: bool = False) -> "Tokenizer
         tokenizer.no_truncation()
         tokenizer.no_padding()
     return tokenizer
+
+
+def check_adapters(adapter: Any, text_count: int) -> None:
+    """Check that a list of adapters has one for each text."""
+    if isinstance(adapter, list | tuple) and len(adapter) != text_count:
+        raise InputError(
+            f"adapter: expected a name for all texts, or a list with one for each of {text_count}, found {len(adapter)} in a list"
+        )
+
+
+def adapter_of(positions: Iterable[int], adapter: Any) -> dict[str, Any]:
+    """Return the adapter of a call for the texts at some positions, as its keyword.
+
+    adapter: that of all texts, or a list of those of each.
+    """
+    if adapter is None:
+        return {}
+    return {"adapter": [adapter[position] for position in positions] if isinstance(adapter, list | tuple) else adapter}
 
 
 def check_tokens(bundle: Bundle, prompts: Prompts, vocabulary_size: int) -> None:

@@ -1,8 +1,8 @@
 """Weights of an encoder and its decoder are updated while texts are generated: each text is that of one version of both."""
 
+import functools
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +17,7 @@ from stagepack_loaders.entry_points import EntryPointPipelines
 from tests.serve.local_server import LocalServer, local_server, serving
 from tests.serve.servers import AnyServer, post
 from tests.text.generating_families import POSITIONS, make_model
+from tests.waiting import wait_until
 
 NEW, FIRSTS = 12, range(2, 8)
 
@@ -90,7 +91,8 @@ def check_texts_under_updates(server: AnyServer, expected: dict[str, dict[int, l
         calls = [pool.submit(call, first) for first in FIRSTS]
         try:
             for number in range(1, count + 1):
-                time.sleep(0.05)
+                if number <= len(expected):
+                    wait_until(functools.partial(answered_by, names, number))
                 source = json.dumps({"parameters": {"source": ("0", "step")[number % 2]}})
                 name = ("pair", "pair_encode")[number % 3 == 0]
                 status, answer, _ = post(server.http, f"/v2/repository/models/{name}/update", source)
@@ -101,6 +103,11 @@ def check_texts_under_updates(server: AnyServer, expected: dict[str, dict[int, l
             done.result()
     assert faults == []
     assert names == expected.keys()
+
+
+def answered_by(names: set[str], count: int) -> bool:
+    """Whether so many versions have answered."""
+    return len(names) >= count
 
 
 @pytest.fixture

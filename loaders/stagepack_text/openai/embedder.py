@@ -13,7 +13,7 @@ import numpy
 from stagepack.errors import InputError
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.access_log import weight_fields
+from stagepack_serving.server.access_log import current_record, weight_fields
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.model_part import ModelPart
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
@@ -60,6 +60,8 @@ class Embedder(ModelPart):
                 for batch in positions
             ]
         adapter = self._model.adapter_named(fields.model)
+        if (record := current_record.get()) is not None:
+            record.weights = self._model.weights  # of all batches
         tasks = [asyncio.ensure_future(self._model.infer(self._request(batch, adapter), deadline)) for batch in batches]
         try:
             with errors_of_field("input"):
