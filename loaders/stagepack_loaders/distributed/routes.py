@@ -311,7 +311,7 @@ def head_capacity(edges: Sequence[Edge], symbols: Sequence[Symbol]) -> int:
     if all(layout.shape is not None for layout in fixed_layout.values):
         return fixed_layout.head_bytes
     words_bytes = 2 * WORD_BYTES * sum(len(edge.shape) for edge in edges)
-    return control_bytes(symbols) + words_bytes + _INLINE_BYTES + _ALIGNMENT * len(edges)
+    return control_bytes(symbols) + words_bytes + _INLINE_BYTES + (_ALIGNMENT + WORD_BYTES) * len(edges)
 
 
 def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: int) -> RouteLayout:
@@ -327,11 +327,12 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
     for edge, shape, strides_offset in zip(edges, shapes, strides_offsets, strict=True):
         byte_count = 0 if shape is None else _byte_count(edge, shape)
         data_offset = small_tensor = None
-        if shape is not None and inline_bytes + byte_count <= _INLINE_BYTES:
+        is_number = edge.dtype in SCALAR_DTYPES  # always in the head: bodies are tensors
+        if shape is not None and (is_number or inline_bytes + byte_count <= _INLINE_BYTES):
             data_offset = aligned(offset)
             offset = data_offset + byte_count
-            inline_bytes += byte_count
-            if byte_count and edge.dtype not in SCALAR_DTYPES:
+            inline_bytes += 0 if is_number else byte_count
+            if byte_count and not is_number:
                 small_tensor = SmallTensor(edge.dtype, shape, math.prod(shape), data_offset)
         layouts.append(
             ValueLayout(
