@@ -60,21 +60,13 @@ def _with_more_deltas(stored: Bundle, deltas: Sequence[Delta]) -> Bundle:
 
     They are a chain (Y8). Where it leads back to an earlier version of what runs, the deltas since that one are needed no more.
     """
-    from stagepack.deltas.patches import ComposedFiles, check_chain  # noqa: PLC0415 - zstandard, which updates by bundles do not need
+    from stagepack.deltas.patches import ComposedFiles, check_chain, without_returns  # noqa: PLC0415 - zstandard, which updates by bundles do not need
 
     check_chain(stored.digest, deltas)
     base, chain = stored, list[Delta]()
     if isinstance(stored.patches, ComposedFiles):
         base, chain = stored.patches.base, list(stored.patches.deltas)
-    digests = [base.digest, *(delta.result for delta in chain)]
-    for delta in deltas:
-        if delta.result in digests:
-            position = digests.index(delta.result)
-            del chain[position:], digests[position + 1 :]
-        else:
-            chain.append(delta)
-            digests.append(delta.result)
-    return with_deltas(base, chain)
+    return with_deltas(base, without_returns(base.digest, [*chain, *deltas]))
 
 
 def _find_deltas(source: WeightSource) -> list[Delta] | None:

@@ -27,6 +27,9 @@ def patched_bundle(bundle: Bundle, deltas: Sequence[Delta]) -> Bundle:
         return bundle
     if bundle.patches is not None or bundle.stored is not bundle:
         raise OptionError(f"{bundle.location}: deltas: expected a bundle as it was opened: give all deltas in one call")
+    check_chain(bundle.digest, deltas)
+    if not (deltas := without_returns(bundle.digest, deltas)):
+        return bundle
     patches = ComposedFiles(bundle, deltas)
     patched = copy.copy(bundle)
     for derived in ("files", "_facts"):
@@ -44,23 +47,34 @@ def check_chain(base: str, deltas: Sequence[Delta]) -> None:
         raise rule_error(
             "Y8", "deltas", f"expected at most {MOST_DELTAS} deltas, found {len(deltas)}: apply some of them first"
         )
-    digests = {base}
     expected = base
     for delta in deltas:
         if delta.base != expected:
             message = f"expected a delta on the bundle {expected}, found one on {delta.base}: give all deltas between them, in order"
             raise rule_error("Y8", delta.location, message)
+        expected = delta.result
+
+
+def without_returns(base: str, deltas: Sequence[Delta]) -> list[Delta]:
+    """Leave out the deltas of a chain that lead from a version back to itself, so that it has each version once."""
+    chain, digests = list[Delta](), [base]
+    for delta in deltas:
         if delta.result in digests:
-            message = f"makes the bundle {delta.result}, which is the base or an earlier result: leave out the deltas after it"
-            raise rule_error("Y8", delta.location, message)
-        digests.add(expected := delta.result)
+            position = digests.index(delta.result)
+            del chain[position:], digests[position + 1 :]
+        else:
+            chain.append(delta)
+            digests.append(delta.result)
+    return chain
 
 
 class ComposedFiles:
-    """The files that a chain of deltas makes of the files of a bundle: a `stagepack.format.file_source.FilePatches`."""
+    """The files that a chain of deltas makes of the files of a bundle: a `stagepack.format.file_source.FilePatches`.
+
+    deltas: at least one, each on the result of the one before; no result is an earlier one.
+    """
 
     def __init__(self, base: Bundle, deltas: Sequence[Delta]) -> None:
-        check_chain(base.digest, deltas)
         self.base = base
         self.base_digest = base.digest
         self.deltas = tuple(deltas)

@@ -54,7 +54,10 @@ def apply_deltas(
     patched = with_deltas(base, deltas)
     patches = patched.patches
     if not isinstance(patches, ComposedFiles):
-        raise OptionError("deltas: expected at least one delta, found none")
+        found = "deltas that lead back to the bundle itself" if deltas else "none"
+        raise OptionError(
+            f"deltas: expected at least one delta to another bundle, found {found}: there is nothing to write"
+        )
     check_output_path(out, overwrite=overwrite)
     is_in_place = os.path.realpath(out) == os.path.realpath(base.path)
     unchanged = [entry for entry in patched.listed if patches.patch_of(entry.name) is None]

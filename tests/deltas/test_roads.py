@@ -81,7 +81,6 @@ def test_a_wrong_chain_is_refused_before_anything_is_written(versions: Versions,
     cases = (
         ([versions.b_to_c], "found one on"),
         ([versions.a_to_b, versions.a_to_b], "found one on"),
-        ([versions.a_to_b, back], "which is the base or an earlier result"),
         ([versions.a_to_b, back] * 33, "at most 64 deltas"),
     )
     for deltas, message in cases:
@@ -92,6 +91,8 @@ def test_a_wrong_chain_is_refused_before_anything_is_written(versions: Versions,
             stagepack.load(versions.a, deltas=deltas)
     with pytest.raises(OptionError, match="expected a sequence of deltas"):
         stagepack.load(versions.a, deltas=str(versions.a_to_b))
+    with pytest.raises(OptionError, match="found deltas that lead back to the bundle itself"):
+        stagepack.apply_deltas(versions.a, [versions.a_to_b, back], out=tmp_path / "m.stagepack")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back.delta"]
 
 
