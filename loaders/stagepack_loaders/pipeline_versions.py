@@ -46,7 +46,7 @@ class PipelineVersions(ABC):
         Args:
             source: the folder of the bundle, its URL, or an opened bundle; with the graphs of the bundle that runs. Or the folder of a
                 delta on the bundle that runs, or several of them in order (see `stagepack.delta`): weights that they do not change are
-                not read.
+                not read. When 64 deltas make what runs, the next update writes it into the cache, as a bundle that needs none of them.
             version: a name for the version; by default that of the delta, or else the digest of its bundle.
             keep_previous: keep the version before in memory until the next update, which is then instant if it goes back to it.
             require_signature: see `stagepack.load`; by default as at loading.
@@ -66,7 +66,8 @@ class PipelineVersions(ABC):
         """
         check_weight_version(version)
         report = UpdateReport()
-        found = update_source(self.executor.bundle, source, require_signature, self.trusted_signers)
+        with report.part("verify"):
+            found = update_source(self.executor.bundle, source, require_signature, self.trusted_signers)
         update = dataclasses.replace(found, name=version or found.name, keeps_previous=keep_previous)
         with named_errors(found.bundle.location):
             self.executor.update(update, report)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from stagepack.deltas.delta import Delta
-from stagepack.errors import OptionError, UpdateError
+from stagepack.errors import OptionError, UpdateError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.opening import (
     BundleSource,
@@ -58,15 +58,38 @@ def update_source(
 def _with_more_deltas(stored: Bundle, deltas: Sequence[Delta]) -> Bundle:
     """Return the bundle that deltas make of a bundle that may be made by others already.
 
-    They are a chain (Y8). Where it leads back to an earlier version of what runs, the deltas since that one are needed no more.
+    They are a chain (Y8). Where it leads back to an earlier version of what runs, the deltas since that one are needed no more. Where it
+    would be too long, the bundle that runs is written into the cache, and the chain begins anew.
     """
-    from stagepack.deltas.patches import ComposedFiles, check_chain, without_returns  # noqa: PLC0415 - zstandard, which updates by bundles do not need
+    from stagepack.deltas.patches import MOST_DELTAS, ComposedFiles, check_chain, without_returns  # noqa: PLC0415 - zstandard, which updates by bundles do not need
 
     check_chain(stored.digest, deltas)
-    base, chain = stored, list[Delta]()
+    base, chain = stored, list(deltas)
     if isinstance(stored.patches, ComposedFiles):
-        base, chain = stored.patches.base, list(stored.patches.deltas)
-    return with_deltas(base, without_returns(base.digest, [*chain, *deltas]))
+        base, chain = stored.patches.base, [*stored.patches.deltas, *deltas]
+    if len(chain := without_returns(base.digest, chain)) > MOST_DELTAS:
+        base, chain = _written(stored), without_returns(stored.digest, deltas)
+    return with_deltas(base, chain)
+
+
+def known_bundle(running: Bundle, digest: str) -> Bundle | None:
+    """Return the bundle of a digest if it is the one that runs, or the one that deltas make it of; None otherwise."""
+    from stagepack.deltas.patches import ComposedFiles  # noqa: PLC0415 - zstandard, which updates by bundles do not need
+
+    if running.digest == digest:
+        return running if running.patches is None else _written(running)
+    if isinstance(running.patches, ComposedFiles) and running.patches.base_digest == digest:
+        return running.patches.base
+    return None
+
+
+def _written(bundle: Bundle) -> Bundle:
+    """Write a bundle that deltas make into the cache, where it is as long as it is in use; return it there."""
+    from stagepack.remote.cache import Cache, default_cache_folder  # noqa: PLC0415 - fcntl and zstandard, which few updates need
+    from stagepack.remote.stored_composed import store_composed  # noqa: PLC0415 - the same
+
+    with named_errors(f"{bundle.location}: the chain of its deltas is too long, and cannot be written as a bundle"):
+        return store_composed(bundle, Cache(default_cache_folder()))
 
 
 def _find_deltas(source: WeightSource) -> list[Delta] | None:

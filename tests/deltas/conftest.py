@@ -1,5 +1,6 @@
 """Three versions of a model as bundles, and the deltas between them."""
 
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,28 @@ class Versions(NamedTuple):
         model = net()
         model.load_state_dict(torch.load(self.folder / f"{name}.pt", weights_only=True))  # noqa: TID251 - weights only
         return model
+
+
+class Trainer:
+    """Ships each step of a model of two stages as a delta, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.step = folder, 0
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        self.x = torch.ones(1, 4)
+        self.first = stagepack.export(self.model, (self.x,), out=folder / "first", stages=2).path
+        self._newest = shutil.copytree(self.first, folder / "newest")
+
+    def ship(self) -> Path:
+        self.step += 1
+        with torch.no_grad():
+            self.model[self.step % 2].weight[0, 0] = self.step
+        delta = stagepack.delta(self._newest, self.model.state_dict(), out=self.folder / f"{self.step}.delta")
+        stagepack.apply_deltas(self._newest, [delta], out=self._newest, overwrite=True)
+        return delta.path
+
+    def answer(self) -> torch.Tensor:
+        return self.model(self.x)
 
 
 def net() -> torch.nn.Module:

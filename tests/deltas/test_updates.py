@@ -13,8 +13,11 @@ import stagepack
 from stagepack.deltas.patches import MOST_DELTAS
 from stagepack.errors import DigestError, FormatError, UpdateError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.membership import GroupOptions, places_of_deltas
-from tests.deltas.conftest import Versions, net, replace_some
+from stagepack.remote.cache import Cache
+from stagepack.remote.cache_contents import cached_bundles
+from stagepack_loaders.distributed import process_launcher
+from stagepack_loaders.distributed.membership import GroupOptions, VersionPlace, place_of_version, places_of_deltas
+from tests.deltas.conftest import Trainer, Versions, net, replace_some
 from tests.distributed.bundles import has_restarts, in_processes, process_ids
 from tests.remote.http_server import HttpServer
 from tests.waiting import wait_until
@@ -168,24 +171,65 @@ def test_the_bundle_that_runs_begins_a_new_chain(versions: Versions, tmp_path: P
     assert torch.equal(pipeline(X), answer(versions.c))
 
 
-@pytest.mark.slow
-def test_a_chain_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
-    stagepack.export(model, (x,), out=tmp_path / "0")
-    pipeline = stagepack.load(tmp_path / "0")
-    for number in range(1, MOST_DELTAS + 2):
-        with torch.no_grad():
-            model.weight[0, 0] = number
-        stagepack.export(model, (x,), out=tmp_path / str(number))
-        delta = stagepack.delta(tmp_path / str(number - 1), tmp_path / str(number), out=tmp_path / f"{number}.delta")
-        if number <= MOST_DELTAS:
-            pipeline.update(delta.path)
-            assert torch.equal(pipeline(x), model(x))
-    with pytest.raises(FormatError, match="expected at most 64 deltas, found 65"):
-        pipeline.update(tmp_path / f"{MOST_DELTAS + 1}.delta")
-    pipeline.update(tmp_path / str(MOST_DELTAS))
-    pipeline.update(tmp_path / f"{MOST_DELTAS + 1}.delta")
-    assert torch.equal(pipeline(x), model(x))
+def cached_digests(cache: Path) -> list[str]:
+    return [bundle.digest for bundle in cached_bundles(Cache(cache))]
+
+
+def test_deltas_are_taken_without_end_and_the_disk_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEPACK_CACHE", str(cache := tmp_path / "cache"))
+    trainer = Trainer(tmp_path)
+    pipeline = stagepack.load(trainer.first)
+    for step in range(1, 2 * MOST_DELTAS + 3):
+        pipeline.update(trainer.ship(), keep_previous=step == MOST_DELTAS + 1)
+        assert torch.equal(pipeline(trainer.x), trainer.answer())
+        if step == MOST_DELTAS + 1:
+            # The folders of the deltas that were applied are needed no more.
+            for number in range(1, step):
+                shutil.rmtree(tmp_path / f"{number}.delta")
+            version = pipeline.version
+            pipeline.rollback(keep_previous=True)
+            pipeline.rollback()
+            assert pipeline.version == version
+        assert len(cached_digests(cache)) == (step > MOST_DELTAS)
+    patches = pipeline.bundle.patches
+    assert patches is not None
+    assert (len(patches.open_deltas), cached_digests(cache)) == (2, [patches.base_digest])
+    pipeline.update(trainer.folder / "newest")
+    del patches
+    assert cached_digests(cache) == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_found", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_processes_take_deltas_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_found: bool) -> None:
+    monkeypatch.setenv("STAGEPACK_CACHE", str(cache := tmp_path / "cache"))
+    trainer = Trainer(tmp_path)
+    with in_processes(Bundle(trainer.first), max_restarts=1) as pipeline:
+        if not is_found:  # the cache of this process is that of another machine
+            monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "front"))
+            monkeypatch.setattr(process_launcher, "place_of_version", partial(place_elsewhere, tmp_path / "front"))
+        for step in range(1, MOST_DELTAS + 4):
+            pipeline.update(trainer.ship())
+            assert step % 16 or torch.equal(pipeline(trainer.x), trainer.answer())
+        assert torch.equal(pipeline(trainer.x), trainer.answer())
+        patches = pipeline.bundle.patches
+        assert patches is not None
+        assert len(patches.open_deltas) == 3
+        assert (pipeline.restart_count, cached_digests(cache)) == (0, [patches.base_digest])
+        if is_found:
+            for step in range(1, MOST_DELTAS + 1):
+                shutil.rmtree(tmp_path / f"{step}.delta")
+            os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+            wait_until(partial(has_restarts, pipeline, 1))
+            assert torch.equal(pipeline(trainer.x), trainer.answer())
+            pipeline.update(trainer.ship())
+            assert torch.equal(pipeline(trainer.x), trainer.answer())
+
+
+def place_elsewhere(folder: Path, bundle: Bundle, options: GroupOptions) -> VersionPlace:
+    """Where processes look that have other folders than this one."""
+    place = place_of_version(bundle, options)
+    return place._replace(bundle=place.bundle.replace(str(folder), "/nowhere"))
 
 
 @pytest.mark.process

@@ -13,7 +13,9 @@ import torch
 
 import stagepack
 from stagepack.errors import WriteError
-from stagepack.remote.cache import Cache
+from stagepack.format.chunks import File
+from stagepack.remote import stored_composed
+from stagepack.remote.cache import Cache, PartFile
 from stagepack.remote.cache_contents import cached_bundles, disk_bytes
 from stagepack_serving.server import delta_chains, watched_deltas
 from tests.remote.http_server import HttpServer, Reply
@@ -257,17 +259,16 @@ def test_a_chain_that_cannot_be_written_is_followed_nevertheless(
     monkeypatch.setattr(delta_chains, "MOST_DELTAS", 1)
     attempts = []
 
-    def full(bundle: stagepack.Bundle, cache: Cache) -> stagepack.Bundle:
+    def full(bundle: stagepack.Bundle, entry: File, part: PartFile) -> None:
         attempts.append(bundle.digest)
-        cache.add_manifest(bundle.digest, (made / "7.stagepack" / "manifest.json").read_bytes())
         raise WriteError("no space is left")
 
-    monkeypatch.setattr(delta_chains, "store_composed", full)
+    monkeypatch.setattr(stored_composed, "_write", full)
     bundles, options = watching(store, made)
     with local_server(bundles, *options) as server:
         for number in range(2, LAST + 1):
             publish(store, made / f"{number}.delta")
             wait_until(partial(answers, server, number))
         wait_until(lambda: len(cached_bundles(Cache(cache))) == LAST - 1)
-    assert 0 < len(attempts) < LAST - 2
+    assert 0 < len(set(attempts)) < LAST - 2
     assert any("no space is left" in record.getMessage() for record in caplog.records)

@@ -16,10 +16,12 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 import stagepack
+from stagepack.deltas.patches import MOST_DELTAS
 from stagepack_serving.server import watched_deltas
 from stagepack_serving.server.event_loop_threads import run_in_thread
 from tests.adapters.lora import write_tiny_adapter
 from tests.conformance.vectors import TINY_DELTA
+from tests.deltas.conftest import Trainer
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import AnyServer, Client, post, stagepack_server
 from tests.serve.version_models import X, count, export_counter, export_scale
@@ -224,6 +226,20 @@ def test_sequences_finish_on_their_version(tmp_path: Path) -> None:
         assert count(client, "scale", 2, sequence_start=True) == 10
         assert count(client, "scale", 1, sequence_end=True) == 3
         assert count(client, "scale", 1, sequence_start=True) == 10
+
+
+def test_clients_update_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "cache"))
+    trainer = Trainer(tmp_path)
+    options = ("--update-folder", str(tmp_path), "--model-control", "explicit")
+    with local_server([f"scale={trainer.first}"], *options) as server:
+        for step in range(1, MOST_DELTAS + 3):
+            status, answer = update(server, source=trainer.ship().name)
+            assert status == 200, (step, answer)
+        body = {"inputs": [{"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1.0] * 4}]}
+        status, answer, _ = post(server.http, "/v2/models/scale/infer", json.dumps(body))
+        assert status == 200, answer
+        assert answer["outputs"][0]["data"] == pytest.approx(trainer.answer()[0].tolist())
 
 
 @pytest.mark.process

@@ -10,13 +10,14 @@ from msgspec import Struct
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import StageLostError, repeated_error
+from stagepack.errors import NotABundleError, StageLostError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.opening import open_bundle, open_delta, with_deltas
 from stagepack_loaders.distributed.meeting import Members
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.status import VersionStaged
+from stagepack_loaders.update_sources import known_bundle
 
 
 class VersionDescription(Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         running: the bundle that runs; its deltas are not opened again, since their folders may be gone.
         """
         known = {} if running.patches is None else running.patches.open_deltas
-        base = open_bundle(self.location, digest=self.digest)
+        base = self._open_base(running)
         deltas = [
             known.get(digest) or open_delta(path, digest=digest)
             for path, digest in zip(self.deltas, self.delta_digests, strict=True)
@@ -59,6 +60,15 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         if bundle.digest != self.result:
             raise rule_error("D3", bundle.location, f"expected the bundle {self.result}, found {bundle.digest}")
         return bundle
+
+    def _open_base(self, running: Bundle) -> Bundle:
+        """Open the bundle at the location. The front may have written it, of a chain of deltas, where other machines do not find it."""
+        try:
+            return open_bundle(self.location, digest=self.digest)
+        except NotABundleError:
+            if (base := known_bundle(running, self.digest)) is None:
+                raise
+            return base
 
 
 def read_description(store: Store, number: int) -> VersionDescription:

@@ -19,9 +19,10 @@ _MOST_SHARE: Final = 1 / 2
 
 
 class DeltaChains:
-    """What a server has in the cache for the bundles that it runs: deltas that it has fetched, and bundles that it has made of chains.
+    """What a server has in the cache for the bundles that it runs: deltas that it has fetched.
 
-    So the disk has, for each bundle that runs, at most one that was made, a second one while it is written, and a chain that is not long.
+    The disk has, for each bundle that runs, at most one that was made of a chain, a second one while it is written, and a chain that is
+    not long.
     """
 
     def __init__(self) -> None:
@@ -48,8 +49,7 @@ class DeltaChains:
         return len(patches.deltas) > MOST_DELTAS or sum(sizes[1:]) > sizes[0] * _MOST_SHARE
 
     def store(self, bundle: Bundle) -> Bundle:
-        """Write a bundle that a chain makes into the cache; return it there."""
-        self._own[bundle.digest] = bundle.listed
+        """Write a bundle that a chain makes into the cache; return it there. It is removed when nothing uses it any more."""
         stored = store_composed(bundle, self._cache)
         self._postponed = 0
         return stored
@@ -60,11 +60,11 @@ class DeltaChains:
         self._postponed = len(patches.deltas) * 3 // 2 if isinstance(patches, ComposedFiles) else 0
 
     def has_unneeded(self, running: Iterable[Bundle]) -> bool:
-        """Whether something was fetched or made that is not needed for the bundles that run."""
+        """Whether a delta was fetched that is not needed for the bundles that run."""
         return bool(self._own.keys() - _needed(running))
 
     def free(self, running: Iterable[Bundle]) -> None:
-        """Remove what is not needed for the bundles that run, nor by a call under way."""
+        """Remove deltas that are not needed for the bundles that run, nor by a call under way."""
         for digest in self._own.keys() - _needed(running):
             with contextlib.suppress(OSError):  # it is tried again
                 is_gone = not self._cache.bundle_folder(digest).exists()
@@ -73,9 +73,10 @@ class DeltaChains:
 
 
 def _needed(running: Iterable[Bundle]) -> set[str]:
-    """The digests of the bundles and deltas on disk that bundles are made of."""
-    digests = set[str]()
-    for bundle in running:
-        deltas = bundle.patches.deltas if isinstance(bundle.patches, ComposedFiles) else ()
-        digests |= {bundle.stored_digest, *(delta.digest for delta in deltas)}
-    return digests
+    """The digests of the deltas that bundles are made of."""
+    return {
+        delta.digest
+        for bundle in running
+        if isinstance(bundle.patches, ComposedFiles)
+        for delta in bundle.patches.deltas
+    }
