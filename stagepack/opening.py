@@ -202,8 +202,8 @@ def _open_location(
 ) -> Listed:
     if not isinstance(source, str | os.PathLike | ListedFiles):
         raise OptionError(f"expected a path or a URL, found {type(source).__name__}")
-    if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
-        raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest[:80]!r}")
+    if digest is not None and not (isinstance(digest, str) and DIGEST_PATTERN.fullmatch(digest)):
+        raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest!r:.80}")
     if isinstance(source, ListedFiles):
         bundle: Listed = source
     elif isinstance(source, str) and is_url(source):
@@ -220,7 +220,10 @@ def _open_location(
             bundle = open_listed(source, expected=expected)
         except NotABundleError:
             # A repository in the cache of the Hugging Face Hub has a bundle in each of its snapshots.
-            if not (manifest_paths := sorted(Path(source).glob(f"snapshots/*/{MANIFEST_NAME}"))):
+            manifest_paths = list[Path]()
+            with contextlib.suppress(OSError):  # a name that is too long, or a folder that cannot be read
+                manifest_paths = sorted(Path(source).glob(f"snapshots/*/{MANIFEST_NAME}"))
+            if not manifest_paths:
                 raise
             folders = " or ".join(str(manifest_path.parent) for manifest_path in manifest_paths)
             raise NotABundleError(
@@ -258,7 +261,7 @@ def opened_listed(source: BundleSource | Listed, *, digest: str | None = None) -
     """Return a bundle, at an entry point or not, a delta or an adapter; it may be opened already."""
     if isinstance(source, ListedFiles):
         return source
-    location, name = split_entry_point(source)
+    location, name = split_entry_point(source) if isinstance(source, str | os.PathLike) else (source, None)
     listed = _open_location(location, digest, None)
     return listed.select(name) if name is not None and isinstance(listed, Bundle) else listed
 

@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC
 
-from stagepack.errors import UpdateError, named_errors
+from stagepack.errors import AdapterError, UpdateError, named_errors
 from stagepack.opening import AdapterSource, TrustedSigners
 from stagepack_loaders.adapter_changes import AdapterChange, new_adapter
 from stagepack_loaders.executor import Executor
@@ -153,4 +153,6 @@ class PipelineVersions(ABC):
             AdapterError: no adapter of this name is loaded.
             StageLostError: a process is lost.
         """
+        if not isinstance(name, str):
+            raise AdapterError(f"expected the name of an adapter, found {type(name).__name__}: {name!r:.80}")
         self.executor.update(AdapterChange(name=name), UpdateReport())

@@ -11,6 +11,7 @@ from blake3 import blake3
 from stagepack.errors import Problem
 from stagepack.format.chunks import File, FileChunk, file_chunks
 from stagepack.format.file_source import FilePatch
+from stagepack.format.rules import raise_problems
 from stagepack.format.threads import map_in_threads
 
 # Pieces of 1 to 4 MiB were the fastest between 128 KiB and 16 MiB: they fit the second cache of a core.
@@ -41,7 +42,24 @@ class FileRead:
     patch: FilePatch | None = None
 
     def fill(self, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes of the file from `start` on; see `Fill`."""
+        """Fill memory with the bytes of the file from `start` on; see `Fill`.
+
+        Raises:
+            DigestError: the file was cut short, or cannot be read (D1).
+            FormatError: what changes the bytes is damaged.
+        """
+        try:
+            self.fill_raw(start, memory)
+        except (EOFError, OSError) as error:
+            raise_problems([self.problem(error)])
+
+    def problem(self, error: EOFError | OSError) -> Problem:
+        """The problem of the file that an error of `fill_raw` is (D1)."""
+        cause = f"the file cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        return Problem(rule="D1", where=self.entry.name, message=cause)
+
+    def fill_raw(self, start: int, memory: memoryview) -> None:
+        """See `fill`: with `EOFError` or `OSError` where the file cannot be read."""
         if self.patch is None:
             self._read(start, memory)
             return
@@ -78,10 +96,8 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
                     hasher.update(piece)
                 if progress is not None:
                     progress(len(piece))
-        except EOFError as error:
-            return Problem(rule="D1", where=chunk.entry.name, message=str(error))
-        except OSError as error:
-            return Problem(rule="D1", where=chunk.entry.name, message=f"the file cannot be read: {error.strerror}")
+        except (EOFError, OSError) as error:
+            return read.problem(error)
         return chunk.problem(hasher.hexdigest()) if compare else None
 
     tasks = [(read, chunk) for read in reads for chunk in file_chunks(read.entry)]
@@ -109,10 +125,10 @@ class _Pieces(threading.local):
         """Yield the bytes of a chunk, in order."""
         if read.destination is not None:
             memory = read.destination[chunk.start : chunk.end]
-            yield from fill_in_pieces(read.populate or read.fill, chunk.start, memory)
+            yield from fill_in_pieces(read.populate or read.fill_raw, chunk.start, memory)
         else:
             self._buffer = self._buffer or memoryview(bytearray(_PIECE_BYTES))
             for start in range(chunk.start, chunk.end, _PIECE_BYTES):
                 piece = self._buffer[: chunk.end - start]
-                read.fill(start, piece)
+                read.fill_raw(start, piece)
                 yield piece

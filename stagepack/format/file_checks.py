@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagepack.errors import DigestError, Problem, StagepackError
+from stagepack.errors import DigestError, OptionError, Problem, StagepackError
 from stagepack.format.chunk_reads import ByteProgress, FileRead, read_chunks
 from stagepack.format.chunks import File
 from stagepack.format.file_source import FilePatches
@@ -90,6 +90,18 @@ def open_regular_file(path: Path) -> io.FileIO:
         os.close(descriptor)
         raise NotPlainFileError(errno.EINVAL, "it is a folder, a device or a pipe", str(path))
     return io.FileIO(descriptor)
+
+
+def checked_path(path: object, argument: str) -> Path:
+    """Return the path that a caller gives as an argument; refuse what is none."""
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload] # checked here
+        is_path = isinstance(text, str) and text != "" and b"\0" not in os.fsencode(text)
+    except (TypeError, UnicodeEncodeError):
+        is_path = False
+    if not is_path:
+        raise OptionError(f"{argument}: expected a path, found {type(path).__name__}: {path!r:.80}")
+    return Path(text)
 
 
 def open_plain_file(folder: Path, entry: File) -> io.FileIO:

@@ -18,7 +18,13 @@ from stagepack.errors import ExportWarning, OutputExistsError, StagepackError, W
 from stagepack.format.bundle_files import read_manifest
 from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.chunks import File
-from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file
+from stagepack.format.file_checks import (
+    FileVersion,
+    changed_file_error,
+    checked_path,
+    file_version,
+    open_regular_file,
+)
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import (
@@ -61,7 +67,7 @@ def check_output_path(
     document_format: str = BUNDLE_FORMAT,
 ) -> None:
     """Refuse an output path that no bundle can be written to, before any work is done."""
-    path = Path(os.path.abspath(out))
+    path = Path(os.path.abspath(checked_path(out, "out")))
     if os.path.lexists(path) and not overwrite:
         raise OutputExistsError(
             f"{out}: already exists: choose another name, or overwrite it (--overwrite; in Python overwrite=True)"
@@ -101,7 +107,7 @@ class BundleWriter:
         kind: DocumentKind[Any] = BUNDLE,
     ) -> None:
         self._kind = kind
-        self._check_output(Path(out), overwrite=overwrite, absorbed_names=absorbed_names)
+        self._check_output(checked_path(out, "out"), overwrite=overwrite, absorbed_names=absorbed_names)
         self._absorbed_names = absorbed_names
         self._out = Path(os.path.abspath(out))
         self._overwrite = overwrite

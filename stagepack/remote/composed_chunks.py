@@ -51,7 +51,7 @@ class ComposedChunks:
         """Return the content of a chunk, compared with its digest; None if it cannot be composed."""
         read = self._reads.get(chunk.entry.name)
         if read is not None:
-            with contextlib.suppress(OSError, EOFError, StagepackError):
+            with contextlib.suppress(StagepackError):
                 content = memoryview(bytearray(chunk.end - chunk.start))
                 read.fill(chunk.start, content)
                 if chunk.check(content) is None:

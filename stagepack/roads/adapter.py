@@ -18,6 +18,7 @@ from stagepack.adapter.names import place_names, weights_by_name
 from stagepack.adapter.opened import OpenAdapter, check_fits
 from stagepack.adapter.peft_folder import PeftAdapter, read_peft_folder
 from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.file_checks import checked_path
 from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Weight
 from stagepack.format.listed_files import ListedFiles
@@ -68,7 +69,9 @@ def write_adapter(
     with BundleWriter(out, overwrite=overwrite, kind=ADAPTER) as writer:
         base = opened(bundle).with_graphs_kept()
         progress("read the adapter")
-        source = read_peft_folder(adapter.path if isinstance(adapter, ListedFiles) else Path(adapter))
+        source = read_peft_folder(
+            adapter.path if isinstance(adapter, ListedFiles) else checked_path(adapter, "adapter")
+        )
         progress("find its weights in the bundle")
         document, tensors = _placed(base, source)
         progress("write")

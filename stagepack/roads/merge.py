@@ -16,6 +16,7 @@ from stagepack.adapter.uses import find_uses
 from stagepack.capture.checkpoint import CheckpointTensor
 from stagepack.errors import AdapterError
 from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.file_checks import checked_path
 from stagepack.format.graph import Weight
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.own_folders import folder_format
@@ -74,8 +75,8 @@ def merge_adapter(
 @contextlib.contextmanager
 def _opened_adapter(adapter: AdapterSource, base: Bundle) -> Iterator[OpenAdapter]:
     """An adapter of a bundle, or of peft, which is written as one of the bundle first."""
-    path = None if isinstance(adapter, ListedFiles) else Path(adapter)
-    if path is None or folder_format(path) is not None or not (path / PEFT_SETTINGS_NAME).exists():
+    path = None if isinstance(adapter, ListedFiles) else checked_path(adapter, "adapter")
+    if path is None or folder_format(path) is not None or not os.path.exists(path / PEFT_SETTINGS_NAME):
         found = open_adapter(adapter)
         found.check_base(base)
         found.verify()

@@ -20,7 +20,7 @@ from model_signing import hashing, manifest, verifying
 
 from stagepack.errors import FormatError, OptionError, SignatureError
 from stagepack.format import limits
-from stagepack.format.file_checks import read_plain_file
+from stagepack.format.file_checks import checked_path, read_plain_file
 from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest_codec import kind_noun, stated_and_actual_digest
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
@@ -52,7 +52,9 @@ def verify_signature(bundle: ListedFiles, trusted_files: Iterable[str | os.PathL
     trusted_files: PEM files with public keys, certificates of authorities, or both. One of all these must verify the signature.
     """
     # Read before the signature, so that what is wrong with them is said first.
-    paths = [os.fspath(trusted_file) for trusted_file in trusted_files]
+    if not isinstance(trusted_files, Iterable):
+        trusted_files = [trusted_files]
+    paths = [str(checked_path(trusted_file, "require_signature")) for trusted_file in trusted_files]
     verifiers = [(path, verifier) for path in paths for verifier in _verifiers(path)]
     if not verifiers:
         raise OptionError("require_signature: expected a public key or certificates, found no file")

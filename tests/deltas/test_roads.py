@@ -1,6 +1,10 @@
 """A delta makes the next version of a bundle: on disk, and in memory."""
 
+import contextlib
 import filecmp
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +12,11 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import FormatError, OptionError
+from stagepack.errors import DigestError, FormatError, OptionError, StagepackError
+from stagepack.format.chunk_reads import FileRead
+from stagepack.remote.cache import Cache
+from stagepack.remote.cache_contents import cached_bundles
+from stagepack.remote.stored_composed import store_composed
 from tests.deltas.conftest import Versions
 
 
@@ -102,3 +110,81 @@ def test_a_version_that_is_no_text_is_named(versions: Versions, tmp_path: Path, 
         OptionError, match=rf"version: expected a text, found {type(version).__name__}: .*: write version="
     ):
         stagepack.delta(versions.a, versions.b, out=tmp_path / "d", version=version)
+
+
+NO_PATHS: tuple[Any, ...] = (
+    None,
+    5,
+    b"x",
+    {"a": 1},
+    {"x": None},
+    [1],
+    [[]],
+    "",
+    "a\0b",
+    "\ud800",
+    "x" * 5000,
+    object(),
+    1.5,
+)
+
+
+@pytest.mark.parametrize(
+    "value", NO_PATHS, ids=[f"{type(value).__name__}-{number}" for number, value in enumerate(NO_PATHS)]
+)
+def test_what_is_no_path_is_refused_by_the_functions_on_deltas_and_adapters(
+    versions: Versions, tmp_path: Path, value: Any
+) -> None:
+    weights, out = versions.model("b").state_dict(), tmp_path / "out"
+    pipeline = stagepack.load(versions.a, adapters=[])
+    calls: dict[str, Callable[[], object]] = {
+        "open": partial(stagepack.open, value),
+        "open_delta": partial(stagepack.open_delta, value),
+        "open_adapter": partial(stagepack.open_adapter, value),
+        "verify": partial(stagepack.verify, value),
+        "deltas": partial(stagepack.open, versions.a, deltas=[value]),
+        "delta": partial(stagepack.delta, value, weights, out=out),
+        "delta new": partial(stagepack.delta, versions.a, [value], out=out),
+        "delta out": partial(stagepack.delta, versions.a, weights, out=value),
+        "apply": partial(stagepack.apply_deltas, value, [versions.a_to_b], out=out),
+        "apply deltas": partial(stagepack.apply_deltas, versions.a, [value], out=out),
+        "apply out": partial(stagepack.apply_deltas, versions.a, [versions.a_to_b], out=value),
+        "published out": partial(
+            stagepack.write_checkpoint_delta, versions.a, versions.b, out=value, version="1", base_version="0"
+        ),
+        "write_adapter": partial(stagepack.write_adapter, value, versions.a, out=out),
+        "write_adapter source": partial(stagepack.write_adapter, versions.a, value, out=out),
+        "write_adapter out": partial(stagepack.write_adapter, versions.a, versions.a, out=value),
+        "merge": partial(stagepack.merge_adapter, value, versions.a, out=out),
+        "merge adapter": partial(stagepack.merge_adapter, versions.a, value, out=out),
+        "merge out": partial(stagepack.merge_adapter, versions.a, versions.a, out=value),
+        "update": partial(pipeline.update, value),
+        "update deltas": partial(pipeline.update, [value]),
+        "load_adapter": partial(pipeline.load_adapter, value),
+        "unload_adapter": partial(pipeline.unload_adapter, value),
+    }
+    if value is not None:
+        calls["digest"] = partial(stagepack.open_delta, versions.a_to_b, digest=value)
+    for name, call in calls.items():
+        with pytest.raises(StagepackError):
+            print(name, call())  # noqa: T201 - the call that does not raise
+
+
+def test_a_base_that_is_cut_short_or_cannot_be_read_is_named(versions: Versions, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(versions.a, tmp_path / "a.stagepack"))
+    bundle = stagepack.open(base, deltas=[versions.a_to_b])
+    path = base / "stage-0.safetensors"
+    with contextlib.ExitStack() as open_files:
+        read = bundle.open_read(open_files, path.name)
+        content = path.read_bytes()
+        path.write_bytes(content[:100])
+        with pytest.raises(DigestError, match=r"stage-0\.safetensors: the file was cut short while it was read \[D1\]"):
+            read.fill(0, memoryview(bytearray(1000)))
+    with pytest.raises(DigestError, match=r"stage-0\.safetensors: expected .* bytes"):
+        store_composed(bundle, Cache(tmp_path / "cache"))
+    assert cached_bundles(Cache(tmp_path / "cache")) == []
+    path.write_bytes(content)
+    with open("/proc/self/mem", "rb") as memory:  # reading its first byte fails
+        read = FileRead(bundle.files[path.name], memory.fileno())
+        with pytest.raises(DigestError, match=r"stage-0\.safetensors: the file cannot be read: .* \[D1\]"):
+            read.fill(0, memoryview(bytearray(10)))
