@@ -10,7 +10,7 @@ from stagepack.errors import EntryPointError, InputError, OptionError, named_err
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.named_adapters import pinned_adapters
-from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
+from stagepack.opening import AdapterSource, BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import SharedObjects
 from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.decoders import ENCODER_NAME, generating_entry_point
@@ -106,6 +106,52 @@ class EntryPointPipelines(Mapping[str, Pipeline]):
             UpdateError: see `CallablePipeline.rollback`.
         """
         return self._any.rollback(keep_previous=keep_previous)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that calls to come may choose, at each entry point."""
+        return self._any.adapters
+
+    def load_adapter(
+        self,
+        adapter: AdapterSource,
+        name: str | None = None,
+        *,
+        replace: bool = False,
+        require_signature: TrustedSigners | None = None,
+    ) -> str:
+        """Take one more adapter at all entry points while calls go on; see `CallablePipeline.load_adapter`.
+
+        Args:
+            adapter: see `CallablePipeline.load_adapter`.
+            name: see `CallablePipeline.load_adapter`.
+            replace: see `CallablePipeline.load_adapter`.
+            require_signature: see `CallablePipeline.load_adapter`.
+
+        Returns:
+            Its name.
+
+        Raises:
+            StagepackError: see `CallablePipeline.load_adapter`; no entry point has the adapter.
+
+        Examples:
+            >>> translator = stagepack.load_entry_points("t5.stagepack", adapters=[])
+            >>> translator.load_adapter("./formal")
+            'formal'
+            >>> tokens = translator.generate(input_ids, adapter="formal")
+        """
+        return self._any.load_adapter(adapter, name, replace=replace, require_signature=require_signature)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let an adapter go at all entry points; see `CallablePipeline.unload_adapter`.
+
+        Args:
+            name: its name.
+
+        Raises:
+            AdapterError: see `CallablePipeline.unload_adapter`.
+        """
+        self._any.unload_adapter(name)
 
     def __repr__(self) -> str:
         """The bundle, and the names of the entry points."""

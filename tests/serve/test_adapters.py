@@ -257,15 +257,19 @@ def test_a_model_that_brings_an_adapter_with_the_name_of_a_model_is_refused(
         assert (status, "an adapter of bert: unload it first" in answer["error"]) == (400, True)
 
 
-def test_an_adapter_of_several_entry_points_is_unloaded_from_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--adapter", "--adapter-folder"])
+def test_an_adapter_of_several_entry_points_changes_in_all(option: str, tmp_path: Path) -> None:
     bundle = export(0, tmp_path / "autoencoder.stagepack")
     lora = write_lora(Autoencoder().eval(), tmp_path / "lora", {"layers.1": 2})
-    adapter = stagepack.write_adapter(bundle, lora, out=tmp_path / "x").path
-    with local_server([bundle.path], "--adapter", str(adapter), *EXPLICIT) as server:
+    (folder := tmp_path / "adapters").mkdir()
+    adapter = stagepack.write_adapter(bundle, lora, out=folder / "x").path
+    value, actions = (adapter, ("unload",)) if option == "--adapter" else (folder, ("load", "unload", "load"))
+    with local_server([bundle.path], option, str(value), *EXPLICIT) as server:
         models = server.control.models.serving
-        assert [model.adapters.names for model in models] == [("x",)] * 2
-        assert repository(server, "x", "unload")[0] == 200
-        assert [model.adapters.names for model in models] == [()] * 2
+        assert [model.adapters.names for model in models] == [("x",) if option == "--adapter" else ()] * 2
+        for action in actions:
+            assert repository(server, "x", action) == (200, {})
+            assert [model.adapters.names for model in models] == [("x",) if action == "load" else ()] * 2
 
 
 def test_a_polled_folder_is_followed(made: Made, folder: Path) -> None:

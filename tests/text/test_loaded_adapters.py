@@ -18,6 +18,8 @@ from tests.adapters.lora import write_lora
 from tests.adapters.models import make_model
 from tests.serve.local_server import LocalServer, local_server, serving
 from tests.serve.servers import AnyServer, get, post, post_json
+from tests.text.generating_families import family_bundle
+from tests.text.generating_families import make_model as generating_model
 from tests.text.generating_model import tokenizer
 from tests.waiting import wait_until
 
@@ -181,3 +183,61 @@ def test_texts_while_adapters_are_loaded_and_unloaded(made: Made, options: Seque
             done.result()
     assert faults == []
     assert all(counts[kind] for kind in kinds), counts
+
+
+def test_an_encoder_and_its_decoder_take_adapters_together(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_pair(tmp_path, family_bundle(tmp_path_factory, "t5"))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_an_encoder_and_its_decoder_in_processes_take_adapters_together(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_pair(tmp_path, family_bundle(tmp_path_factory, "t5"), "--processes", "1")
+
+
+def check_pair(folder: Path, bundle: Path, *options: str) -> None:
+    """Load and unload adapters that change an encoder, a decoder, and both, in Python and while clients ask for texts."""
+    parts = {"encoder": ("encoder",), "decoder": ("decoder",), "both": ("encoder", "decoder")}
+    (folder / "adapters").mkdir()
+    for seed, (name, sides) in enumerate(parts.items()):
+        ranks = {f"{side}.block.{layer}.layer.0.SelfAttention.q": 4 for side in sides for layer in (0, 1)}
+        lora = write_lora(generating_model("t5"), folder / f"lora-{name}", ranks, seed, lora_alpha=640)
+        stagepack.write_adapter(bundle, lora, out=folder / "adapters" / name)
+    pipelines = stagepack.load_entry_points(bundle, adapters=[])
+    expected: dict[str | None, list[int]] = {None: continued(pipelines)}
+    for name in parts:
+        assert pipelines.load_adapter(folder / "adapters" / name) == name
+        assert pipelines.adapters == pipelines.encode.adapters == pipelines.decode.adapters == (name,)
+        expected[name] = continued(pipelines, adapter=name)
+        pipelines.unload_adapter(name)
+    assert len({str(tokens) for tokens in expected.values()}) == 4
+    control = ("--adapter-folder", str(folder / "adapters"), "--model-control", "explicit")
+    with serving([f"pair={bundle}"], *control, *options) as server, ThreadPoolExecutor(4) as pool:
+
+        def ask(name: str | None) -> Any:
+            fields: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 8, "temperature": 0}
+            adapter = {} if name is None else {"adapter": name}
+            status, answer = post_json(server, "/v2/models/pair/generate", **fields, **adapter)
+            return answer["output_ids"] if status == 200 else (status, answer["error"])
+
+        for name in (*parts, *parts):
+            texts = {other: pool.submit(ask, other) for other in (None, name)}
+            change(server, name, "load")
+            assert ask(name) == expected[name]
+            metadata = [json.loads(get(server.http, f"/v2/models/{model}")[1]) for model in ("pair", "pair_encode")]
+            assert [fields["parameters"]["adapters"] for fields in metadata] == [[name], [name]]
+            late = pool.submit(ask, name)
+            change(server, name, "unload")
+            assert texts[None].result() == expected[None]
+            for found in (texts[name].result(), late.result()):
+                assert found == expected[name] or (found[0] == 400 and repr(name) in found[1])
+            assert ask(name)[0] == 400
+
+
+def continued(pipelines: Any, **adapter: Any) -> list[int]:
+    tokens: list[int] = pipelines.generate(torch.tensor([PROMPT]), max_new_tokens=8, **adapter)[0, 1:].tolist()
+    return tokens

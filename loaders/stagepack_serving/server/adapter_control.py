@@ -63,9 +63,6 @@ class AdaptedModels(Protocol):
     def check_changes_allowed(self) -> None:
         """Check that clients may change the server."""
 
-    def models_of_bundle(self, model: ServedModel) -> Sequence[ServedModel]:
-        """Return the models of the bundle that a model is of."""
-
 
 @dataclass
 class AdapterControl:
@@ -261,11 +258,6 @@ class AdapterControl:
                 "one that is (stagepack adapter)"
             )
         for model in fitting:
-            others = [other.name for other in self.control.models_of_bundle(model) if other is not model]
-            if others:
-                raise AdapterError(
-                    f"the entry points of {model.name} are served as {', '.join(others)} too: give the adapter at the start"
-                )
             for part in model.parts.values():
                 part.check_new_adapter(adapter)
         loaded = [(model, model.adapters.opened.get(name)) for model in fitting]

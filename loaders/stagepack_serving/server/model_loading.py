@@ -160,8 +160,7 @@ class BundleLoading:
         """The options of a bundle, with the adapters that were made for it."""
         load = self._options.load
         adapters = pinned_adapters(bundle, load.adapters or (), self._options.trusted_files, fitting=True)
-        # Entry points that share weights take no adapters later.
-        takes_adapters = bool(adapters) or (self._options.loads_adapters and len(bundle.entry_points) == 1)
+        takes_adapters = bool(adapters) or self._options.loads_adapters
         return structs.replace(load, adapters=adapters if takes_adapters else None)
 
     def _load_pipeline(self, bundle: Bundle, load: LoadOptions, closing: ExitStack) -> CallablePipeline | None:
