@@ -89,6 +89,14 @@ def test_strides_conjugates_and_numbers(connect: Connect) -> None:
             assert_same(received[name], value)
 
 
+def test_numbers_behind_values_that_fill_the_head(connect: Connect) -> None:
+    edges = [edge_of("x", "float32", ["rows"]), edge_of("count", "symint", []), edge_of("flag", "symbool", [])]
+    values = {"x": torch.arange(16_384.0), "count": 7, "flag": True}
+    received = connect(edges).pass_on(values, 16_384)
+    for name, value in values.items():
+        assert_same(received[name], value)
+
+
 def test_sizes_that_depend_on_data(connect: Connect) -> None:
     connection = connect([edge_of("found", "int64", ["found", 2]), edge_of("x", "float32", ["rows"])])
     for count in (3, 0, 8):
