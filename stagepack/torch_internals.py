@@ -799,6 +799,28 @@ def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta,
     return ProcessGroupGloo(store, rank, size, options)
 
 
+def nccl_process_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
+    """Return an NCCL process group, as `gloo_process_group` does. Its operations are those of the current stream.
+
+    An operation whose other side is lost fails, and does not end this process, as torch has it by itself: torch reads that from the
+    environment when it makes the group. Only the time limit of the options is private.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415 - absent from builds for the CPU
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    previous = os.environ.get(variable)
+    os.environ[variable] = "0"  # not by `mock`, which empties the environment for a moment: other threads read it
+    try:
+        return ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if previous is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = previous
+
+
 @contextlib.contextmanager
 def composites_of_libraries_decomposed() -> Iterator[None]:
     """Let ``torch.export`` trace, within the ``with`` block, what composite operators of libraries call in the place of the operators.

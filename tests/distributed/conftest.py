@@ -34,10 +34,11 @@ def groups() -> tuple[ProcessGroup, ProcessGroup]:
     return first, found[0]
 
 
-@pytest.fixture(params=[False, True], ids=["gloo", "link"])
+@pytest.fixture(params=["gloo", "link", "gloo-devices", "link-devices"])
 def connect(request: pytest.FixtureRequest, groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Connect]:
-    """Connects routes, between machines or on one."""
-    with connecting(groups, is_local=request.param) as connect_route:
+    """Connects routes, between machines or on one, by the host or from device to device."""
+    is_local, joins_devices = request.param.startswith("link"), request.param.endswith("devices")
+    with connecting(groups, is_local=is_local, joins_devices=joins_devices) as connect_route:
         yield connect_route
 
 

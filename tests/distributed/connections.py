@@ -4,15 +4,19 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
+from stagepack.torch_internals import gloo_process_group
+from stagepack_loaders.distributed.device_groups import Connections, DeviceChannel
 from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks
 from stagepack_loaders.distributed.packing import PackedValues, pack_values
-from stagepack_loaders.distributed.process_group import ProcessGroup, Transfer
+from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, Transfer
 from stagepack_loaders.distributed.routes import (
     ControlKind,
     ControlMessage,
@@ -39,8 +43,21 @@ class Connection:
 
     tags = iter(range(0, 10_000))
 
-    def __init__(self, groups: tuple[ProcessGroup, ProcessGroup], edges: Sequence[Edge], *, is_local: bool) -> None:
-        self.route = Route(source_stage=next(self.tags), source_rank=0, target_rank=1, edges=tuple(edges))
+    def __init__(
+        self,
+        groups: tuple[ProcessGroup, ProcessGroup],
+        edges: Sequence[Edge],
+        *,
+        is_local: bool,
+        channels: Sequence[DeviceChannel] = (),
+    ) -> None:
+        self.route = Route(
+            source_stage=next(self.tags),
+            source_rank=0,
+            target_rank=1,
+            edges=tuple(edges),
+            joins_devices=bool(channels),
+        )
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if is_local else ()
         self.sockets: tuple[socket.socket, ...] = pair
         senders, receivers = {}, {}
@@ -51,8 +68,12 @@ class Connection:
         self.links = links = LocalLinks(senders=senders, receivers=receivers)
         self.group = groups[0]
         self.layouts = RequestLayouts([self.route], SYMBOLS, set(senders))
-        self.senders = RouteSenders(groups[0], links, [self.route])
-        self.receivers = RouteReceivers(groups[1], links, [self.route], SYMBOLS)
+        ends = [
+            Connections(group=group, links=links, channels={self.route: channels[rank]} if channels else {})
+            for rank, group in enumerate(groups)
+        ]
+        self.senders = RouteSenders(ends[0], [self.route])
+        self.receivers = RouteReceivers(ends[1], [self.route], SYMBOLS)
         self.number = 0
 
     def send(self, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
@@ -97,13 +118,31 @@ def wait_for(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
+def gloo_channels() -> list[DeviceChannel]:
+    """The two ends of a channel between devices, over gloo."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined] # public, and not in its type hints
+
+    def connect_end(rank: int) -> DeviceChannel:
+        backend = gloo_process_group(store, rank, 2, timedelta(seconds=12), LOOPBACK)
+        channel = DeviceChannel(backend, rank, torch.device("cpu"))
+        channel.connect()
+        return channel
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(connect_end, range(2)))
+
+
 @contextlib.contextmanager
-def connecting(groups: tuple[ProcessGroup, ProcessGroup], *, is_local: bool) -> Iterator[Connect]:
+def connecting(
+    groups: tuple[ProcessGroup, ProcessGroup], *, is_local: bool, joins_devices: bool = False
+) -> Iterator[Connect]:
     """Connect routes; close them at the end."""
     connections: list[Connection] = []
 
     def connect_route(edges: Sequence[Edge] = ()) -> Connection:
-        connections.append(Connection(groups, edges or [edge_of("x", "float32", ["rows"])], is_local=is_local))
+        channels = gloo_channels() if joins_devices else []
+        edges = edges or [edge_of("x", "float32", ["rows"])]
+        connections.append(Connection(groups, edges, is_local=is_local, channels=channels))
         return connections[-1]
 
     yield connect_route

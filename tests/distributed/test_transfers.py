@@ -162,6 +162,7 @@ def test_a_size_that_data_decide_is_checked_before_memory_is_taken(connect: Conn
     packed_values.head.write(value_layout.strides_offset + 16, [2**50, 2])
     transfers = connection.send(message, packed_values)
     assert connection.receivers.next_message() == message
-    wait_for(transfers[:1])
+    if not connection.sockets:  # then the head comes first
+        wait_for(transfers[:1])
     with pytest.raises(ConnectionLostError, match=r"the data of another program: .*found"):
         connection.receivers.values(layout)

@@ -11,7 +11,7 @@ _NAME = re.compile(r"RANK|[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
 # Constants of the operating system and of Python in the same modules.
 _OTHER_CONSTANTS = re.compile(r"(?:SC|O|RWF|FIRST)_\w+")
 # torch_internals sets these for a moment, and nobody else.
-_SET_FOR_A_MOMENT = {"HF_DEACTIVATE_ASYNC_LOAD"}
+_SET_FOR_A_MOMENT = {"HF_DEACTIVATE_ASYNC_LOAD", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 
 
 def variables_of_code() -> set[str]:

@@ -403,6 +403,18 @@ def test_a_gloo_group_on_the_loopback_interface_sends_bytes() -> None:
         assert not torch.distributed.is_initialized()
 
 
+def test_a_group_of_nccl_is_made_and_aborted() -> None:
+    if not (torch.distributed.is_nccl_available() and torch.cuda.is_available()):
+        pytest.skip("this build of torch has no NCCL, or no GPU is there")
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    with canary("values cannot go from GPU to GPU of two processes"):
+        group = torch_internals.nccl_process_group(store, 0, 1, timedelta(days=365))
+        for operation in ("send", "recv", "abort", "shutdown"):
+            assert callable(getattr(group, operation))
+        group.abort()
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
 def test_a_condition_is_known_to_the_rest_of_a_trace() -> None:
     def halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         torch_internals.assert_in_trace(x.shape[0] == y.shape[0])

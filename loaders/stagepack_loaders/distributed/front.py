@@ -95,8 +95,8 @@ class FrontProcess:
         self._symbols = bundle.entry_point.symbols
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
         self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
-        self._senders = QueuedSenders(RouteSenders(self._group, membership.links, self._input_routes))
-        self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols)
+        self._senders = QueuedSenders(RouteSenders(membership.connections, self._input_routes))
+        self._receivers = RouteReceivers(membership.connections, membership.routes, self._symbols)
         self.trace = GroupTrace(range(self._group.size), self.command)
         self._worker = StageWorker(bundle, membership, self._record_failure, self.trace.spans)
         self.staging = GroupStaging(

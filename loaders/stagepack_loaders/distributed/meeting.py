@@ -71,6 +71,7 @@ class StageFacts(Struct, frozen=True, kw_only=True):
         files: the names of the files that were read for it, of `bytes_read` bytes.
         seconds: how long reading its weights took.
         written_inputs: the inputs of the model whose memory it writes.
+        port: how its device exchanges values with other processes, by `device_port`; empty if they go by the host.
     """
 
     stage: int
@@ -84,6 +85,7 @@ class StageFacts(Struct, frozen=True, kw_only=True):
     bytes_read: int = 0
     seconds: float = 0.0
     written_inputs: tuple[str, ...] = ()
+    port: str = ""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -25,7 +25,8 @@ from stagepack.partition.target_devices import TargetDevice
 from stagepack.terminal import byte_progress
 from stagepack_loaders.base import LoadedStage, Loading
 from stagepack_loaders.call_limits import Limits
-from stagepack_loaders.distributed.local_links import LinkListener, LocalLinks, connect_links, find_local_routes
+from stagepack_loaders.distributed.device_groups import Connections, connect_channels, device_port, mark_device_routes
+from stagepack_loaders.distributed.local_links import LinkListener, connect_links, find_local_routes
 from stagepack_loaders.distributed.meeting import (
     Identity,
     Members,
@@ -83,12 +84,12 @@ class LoadReport(Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True, eq=False)
 class Membership(Members):
-    """A process that is connected to all others, with its loaded stages by number, and the routes and links of the pipeline."""
+    """A process that is connected to all others, with its loaded stages by number, and the routes of the pipeline."""
 
     options: GroupOptions
     stages: Mapping[int, LoadedStage]
     routes: tuple[Route, ...]
-    links: LocalLinks
+    connections: Connections
     local_routes: frozenset[Route]
 
     @property
@@ -112,13 +113,11 @@ class Membership(Members):
 
     def abort(self) -> None:
         """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
-        self.links.abort()
-        self.group.abort()
+        self.connections.abort()
 
     def close(self) -> None:
         """Close all connections, and that to the store, when no thread uses them."""
-        self.links.close()
-        self.group.close()
+        self.connections.close()
         self.store = None  # type: ignore[assignment] # nothing looks for it any more
 
 
@@ -231,19 +230,21 @@ def join_group(
         routes = find_routes(
             bundle.entry_point, options.rank_of_stage, {facts.stage: facts.written_inputs for facts in stage_facts}
         )
+        routes = mark_device_routes(routes, stage_facts)
         symbols = bundle.entry_point.symbols
         local_routes = find_local_routes(routes, [identity.machine for identity in identities], symbols)
         address = reachable_address(identity.address, [member.address for member in identities])
         group = ProcessGroup(seat.store, seat.rank, seat.size, address=address, check=check)
         listener_names = [identity.listener for identity in identities]
         links = connect_links(listener, listener_names, seat.rank, routes, local_routes, symbols, check)
+        channels = connect_channels(seat, routes, stage_facts, address, check)
     return Membership(
         options=options,
         store=seat.store,
         group=group,
         stages=stages,
         routes=routes,
-        links=links,
+        connections=Connections(group=group, links=links, channels=channels),
         local_routes=local_routes,
         identities=identities,
         stage_facts=tuple(stage_facts),
@@ -310,6 +311,7 @@ def _load_stages(
                 bytes_read=sum(bundle.files[file_name].size for file_name in file_names),
                 seconds=seconds,
                 written_inputs=_written_inputs(bundle, number),
+                port=device_port(stage.runtime, stage.device),
             )
         )
     return stages, facts

@@ -65,7 +65,8 @@ def pack_values(
             memory = value  # nearly all values: the fewer calls, the shorter the hop
             value_layout.strides_words.pack_into(head.view, value_layout.strides_offset, *value.stride())
         else:
-            memory = _pack_other(value_layout, value, head, late_shapes)
+            keeps_device = layout.keeps_device and value_layout.data_offset is None
+            memory = _pack_other(value_layout, _to_tensor(value, edge, keeps_device=keeps_device), head, late_shapes)
         if value_layout.data_offset is not None:
             head.write_data(value_layout.data_offset, memory)
         elif memory.nbytes:
@@ -77,11 +78,10 @@ def pack_values(
 
 
 def _pack_other(
-    layout: ValueLayout, value: Any, head: MessageHead, late_shapes: list[tuple[Edge, tuple[int, ...]]]
+    layout: ValueLayout, tensor: torch.Tensor, head: MessageHead, late_shapes: list[tuple[Edge, tuple[int, ...]]]
 ) -> torch.Tensor:
-    """The bytes of a value that is no row-major tensor of known shape on the host."""
+    """The bytes of a tensor that is not row-major, of known shape and on the host."""
     edge = layout.edge
-    tensor = _to_host_tensor(value, edge)
     memory = _to_bytes(tensor)
     if layout.shape is None:
         late_shapes.append((edge, tuple(tensor.shape)))
@@ -103,14 +103,15 @@ def pack_command(symbols: Sequence[Symbol]) -> PackedValues:
     return PackedValues(head=MessageHead(control_bytes(symbols)))
 
 
-def _to_host_tensor(value: Any, edge: Edge) -> torch.Tensor:
-    """The value of an edge as a tensor in the memory of the host; the same memory if it is there already."""
+def _to_tensor(value: Any, edge: Edge, *, keeps_device: bool) -> torch.Tensor:
+    """The value of an edge as a tensor, in the memory of the host unless it keeps its device; the same memory if it is there already."""
     if edge.dtype in SCALAR_DTYPES:
         return torch.tensor([value], dtype=_SCALAR_TENSOR_DTYPES[edge.dtype])
     tensor: torch.Tensor = to_array(value, edge, TORCH_ARRAYS)
     if tensor.layout != torch.strided or tensor.is_meta:
         raise InputError(f"{edge.name}: expected a dense tensor with data, found {tensor.layout} on {tensor.device}")
-    return tensor.detach().cpu().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    return (tensor if keeps_device else tensor.cpu()).resolve_conj().resolve_neg()
 
 
 def _is_row_major(value: Any, edge: Edge, shape: tuple[int, ...]) -> bool:

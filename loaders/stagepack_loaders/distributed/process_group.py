@@ -27,7 +27,7 @@ from stagepack.torch_internals import gloo_process_group
 from stagepack_loaders.distributed.routes import ConnectionLostError, ValueLayout
 
 # Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
-_NO_TIMEOUT = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 # Gloo waits five times as long for a connection.
 _GLOO_TIMEOUT = _CONNECT_TIMEOUT / 5
@@ -124,7 +124,7 @@ class Transfer:
     def wait(self) -> None:
         """Return when the bytes have arrived."""
         try:
-            self._work.wait(_NO_TIMEOUT)
+            self._work.wait(NO_TIMEOUT)
         except RuntimeError as error:
             raise ConnectionLostError(gloo_reason(error)) from None
 

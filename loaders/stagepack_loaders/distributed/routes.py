@@ -10,7 +10,7 @@ import itertools
 import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from msgspec import Struct, structs
@@ -44,13 +44,14 @@ class ConnectionLostError(Exception):
 class Route:
     """Values that one process sends to another one, after `source_stage` has run; before all stages if that is None.
 
-    A route without edges tells the target of the request, or that the stage has run.
+    A route without edges tells the target of the request, or that the stage has run. Bodies of a route that joins devices go by these.
     """
 
     source_stage: int | None
     source_rank: int
     target_rank: int
     edges: tuple[Edge, ...]
+    joins_devices: bool = False
 
     @property
     def head_tag(self) -> int:
@@ -254,13 +255,14 @@ class ValueLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteLayout:
-    """The head and bodies of a route for one request; `late_values` have a shape that depends on data, and `bodies` do not."""
+    """The head and bodies of a route, on their device or not; `late_values` have a shape that depends on data, and `bodies` do not."""
 
     head_bytes: int
     values: tuple[ValueLayout, ...]
     bodies: tuple[ValueLayout, ...]
     body_bytes: tuple[int, ...]
     late_values: tuple[ValueLayout, ...]
+    keeps_device: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,9 +295,14 @@ class RequestLayouts:
 
     def _make_layout(self, sizes: Mapping[str, int]) -> RequestLayout:
         first_offset = control_bytes(self._symbols)
-        layouts = {route: route_layout(route.edges, sizes, first_offset) for route in self._routes}
+        layouts = {
+            route: replace(route_layout(route.edges, sizes, first_offset), keeps_device=route.joins_devices)
+            for route in self._routes
+        }
         body_ranks = frozenset(
-            route.target_rank for route, layout in layouts.items() if layout.bodies and route not in self._local_routes
+            route.target_rank
+            for route, layout in layouts.items()
+            if layout.bodies and not layout.keeps_device and route not in self._local_routes
         )
         return RequestLayout(of_route=layouts, body_ranks=body_ranks)
 

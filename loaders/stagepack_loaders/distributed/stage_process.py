@@ -198,9 +198,9 @@ class _StageProcess:
         self._symbols = bundle.entry_point.symbols
         self._statuses = StatusSender(membership.group)
         self._last_number = 0
-        self._links = membership.links
+        self._connections = membership.connections
         self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
-        self._receivers = RouteReceivers(membership.group, membership.links, membership.routes, self._symbols)
+        self._receivers = RouteReceivers(membership.connections, membership.routes, self._symbols)
         self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
         self._spans = SpanRecorder(membership.group.rank)
         self._first_stage = min(membership.stage_numbers, default=None)
@@ -236,7 +236,7 @@ class _StageProcess:
         ):  # one that waits in gloo would abort the interpreter at its end
             thread.join()
         self._statuses.close()
-        self._links.close()
+        self._connections.close()
 
     def _next_message(self) -> ControlMessage:
         message = self._receivers.next_message()

@@ -48,7 +48,7 @@ class _OutgoingRoute:
     """A route that begins at the process."""
 
     route: Route
-    copies_at_once: bool  # what is sent may change as soon as it is sent
+    copies_at_once: bool  # the head may change as soon as it is sent
     copies_values: bool  # before they are sent
     last_layout: RouteLayout | None = None  # of the last request
     last_head: MessageHead | None = None  # whose memory is used again if it may change
@@ -88,7 +88,8 @@ class StageWorker:
             ]
             for stage_number in membership.stage_numbers
         }
-        self._senders = RouteSenders(membership.group, membership.links, chain.from_iterable(routes_of_stage.values()))
+        own_routes = list(chain.from_iterable(routes_of_stage.values()))
+        self._senders = RouteSenders(membership.connections, own_routes)
         self._symbols = bundle.entry_point.symbols
         self._sent_messages = SentMessages()
         self._report_failure = report_failure
@@ -190,7 +191,7 @@ class StageWorker:
     def _outgoing_route(self, route: Route, *, has_state: bool) -> _OutgoingRoute:
         copies_at_once = self._senders.has_link(route)
         # The next request may write the buffers that outputs are views of, before these have arrived.
-        return _OutgoingRoute(route, copies_at_once, copies_values=has_state and not copies_at_once)
+        return _OutgoingRoute(route, copies_at_once, has_state and not self._senders.copies_bodies(route))
 
     def _runtimes(self) -> list[Runtime]:
         return list(dict.fromkeys(driver.runtime for driver in self._local.newest.stages.values()))

@@ -1,9 +1,9 @@
-"""Send and receive the values of a route: between processes of one machine by a link, between machines by gloo."""
+"""Send and receive the values of a route: in one machine by a link, between machines by gloo, between devices by a channel."""
 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 
 from stagepack.errors import InputError
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.local_links import LinkReceiver, LocalLinks
+from stagepack_loaders.distributed.device_groups import Connections, DeviceChannel
+from stagepack_loaders.distributed.local_links import LinkReceiver
 from stagepack_loaders.distributed.packing import (
     PackedValues,
     ReceiveMemory,
@@ -40,13 +41,19 @@ from stagepack_loaders.distributed.routes import (
 class RouteSenders:
     """Sends what some routes from a process bring. One thread at a time uses it."""
 
-    def __init__(self, group: ProcessGroup, links: LocalLinks, routes: Iterable[Route]) -> None:
-        self._group = group
-        self._links = {route: links.senders[route] for route in routes if route in links.senders}
+    def __init__(self, connections: Connections, routes: Sequence[Route]) -> None:
+        self._group = connections.group
+        senders, channels = connections.links.senders, connections.channels
+        self._links = {route: senders[route] for route in routes if route in senders}
+        self._channels = {route: channels[route] for route in routes if route in channels}
 
     def has_link(self, route: Route) -> bool:
-        """Whether a route ends at a process of this machine: values may change as soon as they are sent, and `send` may wait."""
+        """Whether a route ends at a process of this machine: heads may change as soon as they are sent, and `send` may wait."""
         return route in self._links
+
+    def copies_bodies(self, route: Route) -> bool:
+        """Whether values may change as soon as they are sent."""
+        return route in self._links and route not in self._channels
 
     def has_room(self, route: Route) -> bool:
         """Whether `send` on a route with a link would not wait for the other process."""
@@ -58,6 +65,17 @@ class RouteSenders:
         The result is the messages whose values must not change before they have arrived.
         """
         write_control(packed_values.head.view, message)
+        channel = self._channels.get(route)
+        if channel is None:
+            return self._send_by_host(route, message, packed_values)
+        transfers = self._send_by_host(route, message, PackedValues(head=packed_values.head))
+        if message.kind != ControlKind.FAIL:
+            bodies = packed_values.bodies + packed_values.late_bodies
+            self._group.sent_bytes += sum(body.nbytes for body in bodies)
+            transfers += channel.send(bodies)
+        return transfers
+
+    def _send_by_host(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
         link = self._links.get(route)
         if link is not None:
             bodies = [] if message.kind == ControlKind.FAIL else packed_values.bodies + packed_values.late_bodies
@@ -76,24 +94,30 @@ class RouteSenders:
             link.limit_untaken(message_count)
 
     def finish(self) -> None:
-        """Wait until other processes of this machine have taken all messages, when the routes have brought that the pipeline closes."""
+        """Wait until links and channels have delivered all messages, when the routes have brought that the pipeline closes."""
         for link in self._links.values():
             link.finish()
+        for channel in self._channels.values():
+            channel.finish()
 
 
 class RouteReceivers:
     """Receives what the routes to a process bring, request by request."""
 
-    def __init__(
-        self, group: ProcessGroup, links: LocalLinks, routes: Sequence[Route], symbols: Sequence[Symbol]
-    ) -> None:
-        memory = ReceiveMemory()
+    def __init__(self, connections: Connections, routes: Sequence[Route], symbols: Sequence[Symbol]) -> None:
+        memory, links = ReceiveMemory(), connections.links.receivers
         self._receivers: list[_RouteReceiver] = []
         for route in routes:
-            if route in links.receivers:
-                self._receivers.append(_LocalReceiver(route, symbols, memory, links.receivers[route]))
-            elif route.target_rank == group.rank:
-                self._receivers.append(_GroupReceiver(route, symbols, memory, group))
+            if route.target_rank != connections.group.rank:
+                continue
+            receiver: _RouteReceiver
+            if route in links:
+                receiver = _LocalReceiver(route, symbols, memory, links[route])
+            else:
+                receiver = _GroupReceiver(route, symbols, memory, connections.group)
+            if (channel := connections.channels.get(route)) is not None:
+                receiver = _DeviceReceiver(receiver, channel)
+            self._receivers.append(receiver)
         self._last_number = 0
 
     def post_bodies(self, layout: RequestLayout) -> None:
@@ -135,15 +159,15 @@ class _RouteReceiver(ABC):
 
     def __init__(self, route: Route, symbols: Sequence[Symbol], memory: ReceiveMemory) -> None:
         self.route = route
-        self._symbols = symbols
-        self._memory = memory
+        self.symbols = symbols
+        self.memory = memory
 
     @abstractmethod
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
         """Have the bodies of a message arrive while the process works on another request."""
 
     @abstractmethod
-    def _next_head(self) -> MessageHead:
+    def next_head(self) -> MessageHead:
         """Wait for the next head."""
 
     @abstractmethod
@@ -159,15 +183,15 @@ class _RouteReceiver(ABC):
         """Wait for the posted values of a request that has failed."""
 
     @abstractmethod
-    def _end(self) -> None:
+    def end(self) -> None:
         """No more messages come."""
 
     def next_message(self) -> ControlMessage:
         """Wait for the next head."""
-        self._head = self._next_head()
-        self._message = read_control(self._head.view, len(self._symbols))
+        self._head = self.next_head()
+        self._message = read_control(self._head.view, len(self.symbols))
         if self._message.kind == ControlKind.CLOSE:
-            self._end()
+            self.end()
         return self._message
 
     def values(self, layout: RouteLayout, *, copies: bool) -> dict[str, Any]:
@@ -201,7 +225,7 @@ class _RouteReceiver(ABC):
             shape = self._head.read(value_layout.strides_offset + dim_count * WORD_BYTES, dim_count)
             shaped_edges.append((value_layout.edge, shape))
         try:
-            byte_counts = check_late_shapes(shaped_edges, self._symbols)
+            byte_counts = check_late_shapes(shaped_edges, self.symbols)
         except InputError as error:  # the sender has checked them
             raise ConnectionLostError(f"the data of another program: {error}") from None
         names = [edge.name for (edge, _), byte_count in zip(shaped_edges, byte_counts, strict=True) if byte_count]
@@ -239,7 +263,7 @@ class _GroupReceiver(_RouteReceiver):
         if byte_counts:
             self._posted_bodies.put([self._receive(count, self.route.body_tag) for count in byte_counts])
 
-    def _next_head(self) -> MessageHead:
+    def next_head(self) -> MessageHead:
         self._expect_head()
         head, transfer = self._expected_heads.popleft()
         transfer.wait()
@@ -254,7 +278,7 @@ class _GroupReceiver(_RouteReceiver):
     def _discard_bodies(self, byte_counts: Sequence[int]) -> None:
         self._bodies(byte_counts)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         pass
 
     def _expect_head(self) -> None:
@@ -263,7 +287,7 @@ class _GroupReceiver(_RouteReceiver):
         self._expected_heads.append((head, transfer))
 
     def _receive(self, byte_count: int, tag: int) -> tuple[torch.Tensor, Transfer]:
-        memory = self._memory.take(byte_count)
+        memory = self.memory.take(byte_count)
         return memory, self._group.receive(memory, self.route.source_rank, tag)
 
 
@@ -283,7 +307,7 @@ class _LocalReceiver(_RouteReceiver):
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
         pass
 
-    def _next_head(self) -> MessageHead:
+    def next_head(self) -> MessageHead:
         self._content = None  # so that its memory can be returned
         head, self._content = self._link.receive()
         return head
@@ -294,7 +318,7 @@ class _LocalReceiver(_RouteReceiver):
             if self._content is None or self._content.nbytes < byte_count:
                 raise ConnectionLostError("the data of another program: bodies are missing")
             body = self._content[:byte_count]
-            bodies.append(self._memory.take(byte_count).copy_(body) if copies else body)
+            bodies.append(self.memory.take(byte_count).copy_(body) if copies else body)
             self._content = self._content[aligned(byte_count) :]
         return bodies
 
@@ -304,8 +328,35 @@ class _LocalReceiver(_RouteReceiver):
     def _discard_bodies(self, byte_counts: Sequence[int]) -> None:
         pass
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self._link.end()
+
+
+class _DeviceReceiver(_RouteReceiver):
+    """Receives bodies by a channel, once another receiver has their head."""
+
+    def __init__(self, heads: _RouteReceiver, channel: DeviceChannel) -> None:
+        super().__init__(heads.route, heads.symbols, heads.memory)
+        self._heads = heads
+        self._channel = channel
+
+    def post_bodies(self, byte_counts: Sequence[int]) -> None:
+        pass
+
+    def next_head(self) -> MessageHead:
+        return self._heads.next_head()
+
+    def _bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+        return self._channel.receive(byte_counts)
+
+    def _late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+        return self._channel.receive(byte_counts)
+
+    def _discard_bodies(self, byte_counts: Sequence[int]) -> None:
+        pass
+
+    def end(self) -> None:
+        self._heads.end()
 
 
 class QueuedSenders:
