@@ -1,7 +1,6 @@
 """A bundle in fewer stages than its files store: consecutive stages are joined when they are loaded, and nothing is written."""
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from stagepack.format.weights import StoredTensor
 from stagepack.graph.folding import outline_graph
 from stagepack.graph.model_assembly import join_consecutive
 from stagepack.partition.costs import REFERENCE_LINK
+from stagepack.partition.shared_weights import weight_costs
 
 
 def join_bundle(bundle: Bundle, stage_counts: Sequence[int]) -> Bundle:
@@ -46,7 +46,7 @@ def join_bundle(bundle: Bundle, stage_counts: Sequence[int]) -> Bundle:
 
 
 class _JoinedStage(Stage, frozen=True, kw_only=True, omit_defaults=True):
-    """The manifest entry of stages that are joined. The number of nodes and of bytes counts what several of them have several times."""
+    """The manifest entry of stages that are joined. The number of nodes counts what several of them have several times."""
 
     joined_graphs: tuple[str, ...] = ()
 
@@ -143,15 +143,26 @@ def _joined_entry_point(bundle: Bundle, ranges: Sequence[range]) -> EntryPoint:
         consumers = tuple(sorted({part_of[consumer] for consumer in edge.consumers} - {producer}))
         if producer is None or consumers or edge.name in results:
             edges.append(replace(edge, producer=producer, consumers=consumers))
+    costs = list(weight_costs(entry_point, bundle.files.values()))
+    weight_bytes = [
+        sum(weight.cost for weight in costs if weight.is_used(numbers.start, numbers.stop)) for numbers in ranges
+    ]
     stages = [
-        entry_point.stages[numbers[0]] if len(numbers) == 1 else _joined_stage(bundle, numbers, part_number, edges)
+        entry_point.stages[numbers[0]]
+        if len(numbers) == 1
+        else replace(_joined_stage(bundle, numbers, part_number, edges), weight_bytes=weight_bytes[part_number])
         for part_number, numbers in enumerate(ranges)
     ]
     plan = entry_point.plan
     if plan is not None:
         sizes = example_sizes(entry_point.symbols)
         planned = [
-            _joined_plan(plan, numbers, [value_bytes(edge, sizes) for edge in edges if part_number in edge.consumers])
+            _joined_plan(
+                plan,
+                numbers,
+                weight_bytes[part_number],
+                [value_bytes(edge, sizes) for edge in edges if part_number in edge.consumers],
+            )
             for part_number, numbers in enumerate(ranges)
         ]
         plan = Plan(stages=tuple(planned), shared=plan.shared)
@@ -169,23 +180,15 @@ def _joined_stage(bundle: Bundle, numbers: range, part_number: int, edges: Seque
         inputs=tuple(edge.name for edge in edges if part_number in edge.consumers),
         outputs=tuple(edge.name for edge in edges if edge.producer == part_number),
         nodes=sum(stage.nodes for stage in stages),
-        weight_bytes=sum(stage.weight_bytes for stage in stages) - _repeated_bytes(bundle, stages),
         flops=sum(stage.flops for stage in stages),
         namespaces=tuple(sorted(_union(stage.namespaces for stage in stages))),
         state=_union(stage.state for stage in stages),
     )
 
 
-def _repeated_bytes(bundle: Bundle, stages: Sequence[Stage]) -> int:
-    """The bytes that several stages have and their sum counts again: each stage that has a shared file uses all of it."""
-    uses = Counter(file_name for stage in stages for file_name in stage.weights)
-    return sum((count - 1) * bundle.files[file_name].size for file_name, count in uses.items())
-
-
-def _joined_plan(plan: Plan, numbers: range, received: Sequence[int]) -> PlannedStage:
-    """The costs of stages that are joined: what several of them compute or hold counts each time."""
+def _joined_plan(plan: Plan, numbers: range, weight_bytes: int, received: Sequence[int]) -> PlannedStage:
+    """The costs of stages that are joined: what several of them compute counts each time."""
     stages = [plan.stages[number] for number in numbers]
-    weight_bytes = sum(stage.weight_bytes for stage in stages)
     return PlannedStage(
         nodes=to_runs(sorted(itertools.chain.from_iterable(run_members(stage.nodes) for stage in stages))),
         module=stages[0].module,

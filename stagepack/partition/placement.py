@@ -15,6 +15,7 @@ from stagepack.partition.costs import LinkCosts
 from stagepack.partition.grouping import group_stages, group_with_least_excess
 from stagepack.partition.links import DEFAULT_LINKS, Link, link_costs
 from stagepack.partition.part_costs import DeviceCosts, StageCosts, part_times
+from stagepack.partition.shared_weights import weight_costs
 from stagepack.partition.solver import SharedCost
 from stagepack.partition.target_devices import TargetDevice, planned_stages, stage_times
 
@@ -235,7 +236,7 @@ def _problem(
     ]
     stages = StageCosts(
         values=tuple(values),
-        weights=tuple(_weights(entry_point, files)),
+        weights=tuple(weight_costs(entry_point, files)),
         working_bytes=tuple(max(0, stage.memory - stage.weight_bytes) for stage in plan),
         caller_host=devices[0].host,
     )
@@ -250,25 +251,6 @@ def _problem(
         for device in devices
     ]
     return stages, costs
-
-
-def _weights(entry_point: EntryPoint, files: Iterable[File]) -> Iterator[SharedCost]:
-    """Yield the bytes of the weights that one stage uses, and those of each file that several stages read."""
-    stages_of_file: dict[str, list[int]] = {}
-    for stage_number, stage in enumerate(entry_point.stages):
-        for file_name in stage.weights:
-            stages_of_file.setdefault(file_name, []).append(stage_number)
-    own_bytes = [stage.weight_bytes for stage in entry_point.stages]
-    for file in files:
-        users = stages_of_file.get(file.name, ())
-        if len(users) > 1:
-            # A stage uses all of a file that it shares; the size of the file has its header, too.
-            byte_count = min(file.size, *(own_bytes[user] for user in users))
-            yield SharedCost(cost=byte_count, users=users)
-            for user in users:
-                own_bytes[user] -= byte_count
-    for stage_number, byte_count in enumerate(own_bytes):
-        yield SharedCost(cost=byte_count, users=(stage_number,))
 
 
 def _checked_counts(counts: Sequence[int], device_count: int, stage_count: int) -> list[int]:

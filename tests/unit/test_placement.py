@@ -1,6 +1,8 @@
 """The placement of a bundle's stages: from its manifest alone, for devices, links and measured times that are given."""
 
 import dataclasses
+import itertools
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ from stagepack.format.plan import run_members
 from stagepack.format.reader import Bundle
 from stagepack.partition.costs import LinkCosts
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.joined_bundle import join_bundle
 from stagepack.partition.links import Link, link_text, parse_link
 from stagepack.partition.placement import Placement, improvements, place
 from stagepack.partition.profile import DEVICE_PROFILES, LinkTime, NodeTime, Profile
 from stagepack.partition.target_devices import TargetDevice, stage_times
 from stagepack.roads.recut import plan_bundle
+from stagepack_loaders.distributed.process_memory import estimate_memory
 
 WIDTH = 64
 MATRIX = WIDTH * WIDTH * 4
@@ -80,6 +84,54 @@ def test_a_shared_weight_and_what_arrives_count_once_in_a_part(chain: Bundle) ->
     assert 9 * MATRIX <= last.weight_bytes < 9 * MATRIX + 1000
     # The value of the first stage goes to the last one, too.
     assert last.receiving == 2 * LinkCosts().sending_time(32 * WIDTH * 4)
+
+
+class Tied(nn.Module):
+    """Layers of which some share weights, biases, or one of two further weights, as drawn."""
+
+    def __init__(self, draw: random.Random, count: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.scale, self.table = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width, width))
+        for _ in range(draw.randint(0, 3)):
+            first, second = draw.sample(range(count), 2)
+            weight_name = draw.choice(["weight", "bias"])
+            setattr(self.layers[first], weight_name, getattr(self.layers[second], weight_name))
+        self.uses = [draw.choice(["", "", "scale", "table", "both"]) for _ in range(count)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, use in zip(self.layers, self.uses, strict=True):
+            x = layer(x).relu()
+            x = x * self.scale if use in ("scale", "both") else x
+            x = x @ self.table if use in ("table", "both") else x
+        return x
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_that_stages_share_count_once_in_each_part(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)  # noqa: S311 - not for secrets
+    count, width = draw.randint(3, 7), draw.choice([1, 4, 64])
+    splits = [f"layers.{number}" for number in range(1, count)]
+    bundle = stagepack.export(Tied(draw, count, width), (torch.ones(2, width),), out=tmp_path / "m", split_at=splits)
+    stored = [bundle.tensors(number, bundle.graph(number)) for number in range(count)]
+    header_bytes = sum(file.size for file in bundle.files.values() if file.name.endswith(".safetensors")) - sum(
+        {name: tensor.end - tensor.start for tensors in stored for name, (_, tensor) in tensors.items()}.values()
+    )
+    for start, end in itertools.combinations(range(count + 1), 2):
+        counts = [start, end - start, count - end]
+        parts = place_chain(bundle, named_devices("a", "b", "c"), stages_per_device=counts).parts
+        part = next(part for part in parts if part.stages == range(start, end))
+        sizes = {
+            name: tensor.end - tensor.start for number in part.stages for name, (_, tensor) in stored[number].items()
+        }
+        allowed = header_bytes * (end - start - 1)
+        assert sum(sizes.values()) <= part.weight_bytes <= sum(sizes.values()) + allowed
+        joined = join_bundle(bundle, [count for count in counts if count])
+        assert joined.stages[parts.index(part)].weight_bytes == part.weight_bytes
+        assert (
+            estimate_memory(bundle, [int(number in part.stages) for number in range(count)], 1).weights
+            == part.weight_bytes
+        )
 
 
 def test_a_faster_device_has_more_and_one_that_does_not_help_none(chain: Bundle) -> None:

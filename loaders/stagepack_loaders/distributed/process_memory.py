@@ -10,6 +10,7 @@ from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
+from stagepack.partition.shared_weights import weight_costs
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT
 from stagepack_loaders.placement import place_stages
 
@@ -54,7 +55,9 @@ def estimate_memory(
     stage_numbers = [number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank]
     stage_devices = place_stages(bundle.entry_point, devices)
     host_stages = [number for number in stage_numbers if stage_devices[number].partition(":")[0] == "cpu"]
+    costs = list(weight_costs(bundle.entry_point, bundle.files.values()))
     weight_bytes = [bundle.stages[number].weight_bytes for number in stage_numbers]
+    all_weights = sum(weight.cost for weight in costs if not set(weight.users).isdisjoint(stage_numbers))
     sizes_of_example = example_sizes(bundle.entry_point.symbols)
     largest_sizes = sizes_of_example | dict(sizes or {})
     crossing_bytes = sum(
@@ -63,7 +66,7 @@ def estimate_memory(
         if edge.producer not in stage_numbers and not set(edge.consumers).isdisjoint(stage_numbers)
     )
     return ProcessMemory(
-        weights=sum(weight_bytes) if len(host_stages) == len(stage_numbers) else max(weight_bytes, default=0),
+        weights=all_weights if len(host_stages) == len(stage_numbers) else max(weight_bytes, default=0),
         activations=max(
             (_activation_bytes(bundle, number, sizes_of_example, largest_sizes) for number in host_stages), default=0
         ),
