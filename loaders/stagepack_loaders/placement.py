@@ -96,18 +96,18 @@ def place_bundle(
     )
 
 
-def without_process(options: LoadOptions, process_count: int, process: int) -> LoadOptions:
-    """Return options for one process less, without its device: what they say of each process has one item less."""
+def of_processes(options: LoadOptions, process_count: int, left: Sequence[int]) -> LoadOptions:
+    """Return options for those processes that are left of a number of them, with what the options say of these."""
 
-    def shortened(values: Sequence[Any]) -> Sequence[Any]:
-        return [*values[:process], *values[process + 1 :]] if len(values) == process_count else values
+    def left_of(values: Sequence[Any]) -> Sequence[Any]:
+        return [values[process] for process in left] if len(values) == process_count > 1 else values
 
     given = options.placement
     return structs.replace(
         options,
-        devices=shortened(options.devices) if len(options.devices) > 1 else options.devices,
+        devices=left_of(options.devices),
         placement=structs.replace(
-            given, memory=shortened(given.memory), speeds=shortened(given.speeds), stages_per_device=()
+            given, memory=left_of(given.memory), speeds=left_of(given.speeds), stages_per_device=()
         ),
     )
 

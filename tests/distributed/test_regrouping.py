@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ import stagepack
 from stagepack.distributed import DistributedPipeline
 from stagepack.errors import OptionError, StageLostError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.process_launcher import LocalLauncher
+from stagepack_loaders.distributed.stage_process import ProcessDescription
 from tests.distributed.bundles import has_restarts
-from tests.distributed.forked_processes import forked_launches
+from tests.distributed.forked_processes import ForkedProcesses, forked_launches
 from tests.distributed.launchers import HOST, Node, launched, reasons
 from tests.waiting import wait_until
+from tools.fork_server import FORK_SERVER, ForkedProcess
 
 _LAYERS = 8
 _READY_SECONDS = 5.0
@@ -52,11 +56,12 @@ def forks() -> Iterator[None]:
         yield
 
 
-def kill(pipeline: DistributedPipeline, number: int) -> None:
-    """Kill the process that runs a stage, and wait until the others are ready."""
+def kill(pipeline: DistributedPipeline, *numbers: int, may_restart: bool = True) -> None:
+    """Kill the processes that run stages, and wait until the others are ready, or the pipeline has ended."""
     restart_count, kill_time = pipeline.restart_count, time.monotonic()
-    os.kill(pipeline.stage_facts[number].process_id, signal.SIGKILL)
-    wait_until(lambda: has_restarts(pipeline, restart_count + 1))
+    for process_id in [pipeline.stage_facts[number].process_id for number in numbers]:
+        os.kill(process_id, signal.SIGKILL)
+    wait_until(lambda: has_restarts(pipeline, restart_count + 1) if may_restart else pipeline.has_ended)
     assert time.monotonic() - kill_time < _READY_SECONDS
 
 
@@ -80,6 +85,35 @@ def test_stages_of_a_lost_process_go_to_the_others(bundle: Bundle) -> None:
         kill(pipeline, 0)  # the last one starts again
         assert stages_of(pipeline) == [range(8)]
         assert torch.equal(pipeline(x), expected)
+
+
+def test_stages_of_two_processes_that_are_lost_at_once_go_to_the_third(bundle: Bundle) -> None:
+    options: dict[str, Any] = {"devices": ["cpu"] * 3, "speeds": [1, 1, 4]}
+    with stagepack.load(bundle, processes=3, max_restarts=1, on_loss="regroup", **options) as pipeline:
+        kill(pipeline, 0, 1)
+        assert stages_of(pipeline) == [range(8)]
+        assert pipeline.placement.parts[0].device.speed == 4
+        kill(pipeline, 0, may_restart=False)
+        assert pipeline.restart_count == 1
+
+
+@pytest.mark.parametrize("on_loss", ["restart", "regroup"])
+def test_a_process_that_is_lost_while_it_loads_is_started_again(bundle: Bundle, on_loss: Any) -> None:
+    x, first_ends = torch.randn(5, 16), iter([True])
+
+    def launch(launcher: ForkedProcesses, description: ProcessDescription) -> Any:
+        if next(first_ends, False):
+            return ForkedProcess(FORK_SERVER.Process(target=os._exit, args=(7,), daemon=True))
+        return ForkedProcesses._launch(launcher, description)
+
+    with patch.object(LocalLauncher, "_launch", launch):
+        with stagepack.load(bundle, processes=2, max_restarts=1, on_loss=on_loss) as pipeline:
+            assert torch.equal(pipeline(x), stagepack.load(bundle)(x))
+            assert (pipeline.restart_count, pipeline.lost) == (1, None)
+            assert len(stages_of(pipeline)) == (2 if on_loss == "restart" else 1)
+        first_ends = iter([True, True])
+        with pytest.raises(StageLostError, match="was lost before it was ready: it ended with exit status 7"):
+            stagepack.load(bundle, processes=1, max_restarts=1)
 
 
 def traced(pipeline: DistributedPipeline, x: torch.Tensor) -> list[Any]:

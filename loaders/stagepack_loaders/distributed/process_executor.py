@@ -1,5 +1,7 @@
 """Runs the stages of a bundle in other processes, which it starts, starts again when one is lost, and ends."""
 
+# Long because calls, updates and restarts are under one lock.
+
 import itertools
 import logging
 import os
@@ -251,10 +253,14 @@ class ProcessExecutor(JointStages, Executor):
         self.front.refuse_waiting()
 
     def start(self) -> None:
-        """Start the processes."""
-        with self._lock:  # a process that is lost meanwhile is not started again: the caller gets the error
+        """Start the processes, and again while some are lost before they are ready, as often as allowed."""
+        with self._lock:
             try:
-                self._start()
+                try:
+                    self._start()
+                except StageLostError as lost:
+                    if (failure := self._try_again(repeated_error(lost))) is not None:
+                        raise failure from None
             except BaseException:
                 self._is_closed = True
                 self._launcher.stop(wait=False)
@@ -367,30 +373,32 @@ class ProcessExecutor(JointStages, Executor):
         with self._lock:
             if self._is_closed or self.front.lost is not lost:  # of a group that has been replaced since
                 return
-            self._failure = lost
-            pause_seconds, start_time = 0.0, time.monotonic()
-            while self._may_restart() and not self._is_closing.wait(pause_seconds):
-                _LOGGER.warning("%r: %s; all processes are started again", str(self.bundle.path), self._failure)
-                self._restart_times.append(time.monotonic())
-                pause_seconds = min(max(2 * pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
-                self._launcher.stop(wait=False)
-                self.front.join_threads()
-                try:
-                    if isinstance(self._failure, StageLostError):
-                        self._launcher.leave_out(self._failure)
-                    self._start()
-                except StagepackError as error:
-                    self._failure = repeated_error(error)  # without its traceback, which has the pipeline
-                except Exception as error:  # noqa: BLE001 - of the system; without this thread nobody would be told
-                    self._failure = StageLostError(f"the processes could not be started again: {error}")
-                else:
-                    if self._is_closed:
-                        return
-                    self.restart_count += 1
-                    self._failure = None
-                    seconds = time.monotonic() - start_time
-                    _LOGGER.info("%r: all processes are ready again, after %.1f s", str(self.bundle.path), seconds)
-                    return
             self._launcher.stop(wait=False)
             self.front.join_threads()
-            self.has_ended = True
+            if self._try_again(lost) is not None:
+                self._launcher.stop(wait=False)
+                self.has_ended = True
+
+    def _try_again(self, failure: StagepackError) -> StagepackError | None:
+        """Start all processes again, as often as allowed, after a failure; return the last one, or None when they are ready."""
+        self._failure = failure
+        pause_seconds, start_time = 0.0, time.monotonic()
+        while self._may_restart() and not self._is_closing.wait(pause_seconds):
+            _LOGGER.warning("%r: %s; all processes are started again", str(self.bundle.path), self._failure)
+            self._restart_times.append(time.monotonic())
+            pause_seconds = min(max(2 * pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+            self._launcher.stop(wait=False)
+            try:
+                if isinstance(self._failure, StageLostError):
+                    self._launcher.leave_out(self._failure)
+                self._start()
+            except StagepackError as error:
+                self._failure = repeated_error(error)  # without its traceback, which has the pipeline
+            except Exception as error:  # noqa: BLE001 - of the system; without this thread nobody would be told
+                self._failure = StageLostError(f"the processes could not be started again: {error}")
+            else:
+                self.restart_count, self._failure = self.restart_count + 1, None
+                seconds = time.monotonic() - start_time
+                _LOGGER.info("%r: all processes are ready again, after %.1f s", str(self.bundle.path), seconds)
+                return None
+        return self._failure

@@ -34,7 +34,8 @@ from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, stages_of_rank
 from stagepack_loaders.distributed.stage_process import ProcessDescription
 from stagepack_loaders.distributed.status import ProcessEnd, exit_text, lost_error, stages_text
-from stagepack_loaders.placement import PlacedBundle, current_placement, without_process
+from stagepack_loaders.distributed.watch import LOST_STATUS
+from stagepack_loaders.placement import PlacedBundle, current_placement, of_processes
 from stagepack_loaders.python_process import module_command, module_environment
 
 _LOGGER = logging.getLogger("stagepack")
@@ -217,14 +218,23 @@ class ProcessGrouping:
         self._bundle = bundle.stored
         self._asked = with_adapters_of(bundle, self._asked)
 
-    def leave_out(self, running: GroupOptions, lost: StageLostError) -> bool:
-        """Place the stages on the processes that are left; False if nobody has asked for that, or they do not fit there."""
+    def leave_out(self, running: GroupOptions, lost: StageLostError, ended_ranks: set[int]) -> bool:
+        """Place the stages on the processes that are left; False if nobody has asked for that, or they do not fit there.
+
+        ended_ranks: further processes that are lost.
+        """
         ranks = {running.rank_of_stage[stage] for stage in lost.stages}
-        if self._asked.processes.on_loss != "regroup" or self._process_count == 1 or len(ranks) != 1:
+        if self._asked.processes.on_loss != "regroup" or len(ranks) != 1:
             return False
-        process = self.placed.processes[lost.stages[0]]
-        load = without_process(self._asked.load, self._process_count, process)
-        asked, process_count = structs.replace(self._asked, load=load), self._process_count - 1
+        ranks |= ended_ranks
+        lost_processes = {
+            self.placed.processes[stage] for stage, rank in enumerate(running.rank_of_stage) if rank in ranks
+        }
+        left = [process for process in range(self._process_count) if process not in lost_processes]
+        if not left:
+            return False
+        load = of_processes(self._asked.load, self._process_count, left)
+        asked, process_count = structs.replace(self._asked, load=load), len(left)
         try:
             self.placed, self._placed_options = over_processes(self._bundle, process_count, asked)
         except DeviceError as error:
@@ -240,12 +250,13 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
     def __init__(self, bundle: Bundle, options: GroupOptions, grouping: "ProcessGrouping | None" = None) -> None:
         super().__init__(bundle, options)
         self._grouping = grouping
+        self._ended_ranks: set[int] = set()
         self.chosen = None if grouping is None else grouping.placed.chosen
 
     def leave_out(self, lost: StageLostError) -> None:
         """See `GroupLauncher`."""
         super().leave_out(lost)
-        if self._grouping is not None and self._grouping.leave_out(self._options, lost):
+        if self._grouping is not None and self._grouping.leave_out(self._options, lost, self._ended_ranks):
             self._use(*self._grouping.placed_group())
             self.chosen = self._grouping.placed.chosen
             placement = self.chosen or current_placement(self._bundle, self._options.load.devices)
@@ -258,6 +269,8 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
             self._grouping.use_version(self._bundle)
 
     def _end_processes(self, *, wait: bool) -> None:
+        if self._processes:
+            self._ended_ranks = set() if wait else self._find_lost_ranks()
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -266,6 +279,15 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
             process.kill()
             process.wait()
         self._processes.clear()
+
+    def _find_lost_ranks(self) -> set[int]:
+        """The processes that have ended, but not because they lost another one."""
+        ends = {rank: end for rank, process in self._processes.items() if (end := self._find_end(process)) is not None}
+        return {
+            rank
+            for rank, end in ends.items()
+            if end.exit_status != LOST_STATUS and find_lost_connection(self._store, rank) is None
+        }
 
     def _start_processes(self) -> Any:
         store = open_store()
