@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_what_is_no_path_is_refused_by_the_functions_on_deltas_and_adapters(
         "verify": partial(stagepack.verify, value),
         "deltas": partial(stagepack.open, versions.a, deltas=[value]),
         "delta": partial(stagepack.delta, value, weights, out=out),
-        "delta new": partial(stagepack.delta, versions.a, [value], out=out),
+        "delta new": partial(stagepack.delta, versions.a, cast("Any", [value]), out=out),
         "delta out": partial(stagepack.delta, versions.a, weights, out=value),
         "apply": partial(stagepack.apply_deltas, value, [versions.a_to_b], out=out),
         "apply deltas": partial(stagepack.apply_deltas, versions.a, [value], out=out),

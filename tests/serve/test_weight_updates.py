@@ -5,11 +5,12 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy
 import pytest
@@ -18,6 +19,8 @@ import tritonclient.grpc as triton_grpc
 import stagepack
 from stagepack.deltas.patches import MOST_DELTAS
 from stagepack_serving.server import watched_deltas
+from stagepack_serving.server.adapter_control import AdapterControl
+from stagepack_serving.server.bundle_listings import UnreadableModel, repository_bundles
 from stagepack_serving.server.event_loop_threads import run_in_thread
 from tests.adapters.lora import write_tiny_adapter
 from tests.conformance.vectors import TINY_DELTA
@@ -27,6 +30,7 @@ from tests.serve.servers import AnyServer, Client, post, stagepack_server
 from tests.serve.version_models import X, count, export_counter, export_scale
 from tests.waiting import wait_until
 
+EXPLICIT = ("--model-control", "explicit")
 UPDATE = "/v2/repository/models/scale/update"
 
 
@@ -240,6 +244,87 @@ def test_clients_update_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         status, answer, _ = post(server.http, "/v2/models/scale/infer", json.dumps(body))
         assert status == 200, answer
         assert answer["outputs"][0]["data"] == pytest.approx(trainer.answer()[0].tolist())
+
+
+def errors_that_name(path: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if str(path) in message and "cannot be read" in message]
+
+
+def test_what_the_watch_cannot_read_is_named_once_and_the_others_go_on(
+    steps: Steps, made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unreadable = steps.updates / "0-unreadable"
+    unreadable.symlink_to("x" * 300)  # no file system has a name of this length
+    options = ("--watch-deltas", str(steps.updates), *EXPLICIT)
+    with local_server([f"scale={steps.bundle}"], *options) as server:
+        wait_until(lambda: ask(server) == (3.0, "step 3"))
+        assert update(server, source=unreadable.name)[0] == 404
+        shutil.copytree(made / "step-4", steps.updates / "step-4")
+        wait_until(lambda: ask(server) == (4.0, "step 4"))
+    assert len(errors_that_name(unreadable, caplog)) == 1
+    # The folder of a model, too.
+    own = steps.updates.parent / "others" / "scale"
+    own.parent.mkdir()
+    own.symlink_to("x" * 300)
+    shutil.copytree(made / "step-2", own.parent / "step-2")
+    with local_server([f"scale={steps.bundle}"], "--watch-deltas", str(own.parent)) as server:
+        wait_until(lambda: ask(server) == (2.0, "step 2"))
+
+
+def test_what_a_repository_cannot_read_is_named_once_and_the_others_go_on(
+    steps: Steps, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository = tmp_path / "repository"
+    shutil.copytree(steps.bundle, repository / "scale" / "1")
+    shutil.copytree(steps.bundle, repository / "other" / "1")
+    unreadable = repository / "a-unreadable"
+    unreadable.symlink_to("x" * 300)
+    (repository / "bad name").symlink_to("x" * 300)
+    with local_server([], "--model-repository", str(repository)) as server:
+        assert ask(server)[0] == 1.0
+    assert len(errors_that_name(unreadable, caplog)) == 1
+    caplog.clear()
+    with local_server(
+        [], "--model-repository", str(repository), "--model-control", "poll", "--poll-s", "0.1"
+    ) as server:
+        assert ask(server)[0] == 1.0
+        (other := repository / "other").rename(tmp_path / "other")
+        other.symlink_to("x" * 300)
+        wait_until(lambda: errors_that_name(other, caplog))
+        shutil.copytree(steps.updates / "4.stagepack", repository / "scale" / "2")
+        wait_until(lambda: ask(server)[0] == 4.0)
+        # Its model goes on.
+        assert {model.name for model in server.control.models.serving} == {"scale", "other"}
+    assert len(errors_that_name(unreadable, caplog)) == 1
+    assert len(errors_that_name(other, caplog)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_folders_without_permission_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for path in ("model/1", "steps/step", "adapters/adapter"):
+            (root / path).mkdir(parents=True)
+            (root / path / "manifest.json").write_text("{}")
+        root.chmod(0o755)
+        closed = [root / "model", root / "steps" / "step", root / "adapters" / "adapter"]
+        for folder in closed:
+            folder.chmod(0o700)
+        deltas, adapters = (
+            watched_deltas.DeltaFolder(root / "steps"),
+            AdapterControl(cast("Any", None), root / "adapters", ()),
+        )
+        os.seteuid(65534)
+        try:
+            unreadable = repository_bundles(root)["model"]
+            for _ in range(2):
+                assert list(deltas.steps("model", "0" * 64)) == []
+                assert adapters.listed() == {}
+        finally:
+            os.seteuid(0)
+    assert isinstance(unreadable, UnreadableModel)
+    assert str(closed[0]) in unreadable.reason
+    assert [len(errors_that_name(folder, caplog)) for folder in closed[1:]] == [1, 1]
 
 
 @pytest.mark.process

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from stagepack.opening import check_signed, open_adapter
 from stagepack.remote.url import is_url
 from stagepack_loaders.adapter_changes import AdapterChange
 from stagepack_loaders.update_report import UpdateReport
-from stagepack_serving.server.bundle_listings import BundleListing, folder_state
+from stagepack_serving.server.bundle_listings import BundleListing, LoggedErrors, folder_state
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.event_loop_threads import run_in_thread
 from stagepack_serving.server.model_registry import ModelRegistry
@@ -82,8 +83,8 @@ class AdapterControl:
     # Why adapters of the folder were refused, and with which files and bundles polling has tried each.
     _refusals: dict[str, str] = field(default_factory=dict)
     _tried: dict[str, object] = field(default_factory=dict)
-    # Why the folder could not be read last: it is logged once.
-    _last_error: str = ""
+    # Why the folder, or one in it, could not be read last.
+    _errors: LoggedErrors = field(default_factory=lambda: LoggedErrors(_LOGGER))
 
     def listed(self) -> dict[str, NamedAdapter]:
         """Return the adapters that are there now, by name."""
@@ -95,11 +96,19 @@ class AdapterControl:
                 reason = f"{self.folder}: the folder of adapters cannot be read: {error.strerror}"
                 raise RequestError(RequestStatus.MODEL_FAILED, reason) from None
             found = [NamedAdapter(name, str(self.folder / name), None) for name in names]
-        return {
-            named.name: named
-            for named in (*found, *self.given)
-            if is_url(named.location) or (Path(named.location) / MANIFEST_NAME).is_file()
-        }
+        return {named.name: named for named in (*found, *self.given) if is_url(named.location) or self._is_there(named)}
+
+    def _is_there(self, named: NamedAdapter) -> bool:
+        """Whether the folder of an adapter has a document. One that cannot be read is logged."""
+        try:
+            is_there = stat.S_ISREG(os.stat(os.path.join(named.location, MANIFEST_NAME)).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        except OSError as error:
+            self._errors.add(named.name, f"{named.location}: the adapter cannot be read: {error.strerror}")
+            return False
+        self._errors.forget(named.name)
+        return is_there
 
     async def load_as_listed(self, name: str) -> bool:
         """Load an adapter by its name, or again if it has changed; return whether there is one of this name."""
@@ -161,17 +170,15 @@ class AdapterControl:
         try:
             listed = await run_in_thread(self.listed)
         except StagepackError as error:
-            if str(error) != self._last_error:
-                _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
-            self._last_error = str(error)
+            self._errors.add("", error)
             return
-        self._last_error = ""
+        self._errors.forget("")
         digests = sorted({model.bundle.digest for model in self.control.models.serving})
         states: dict[str, object] = {
             name: (await run_in_thread(partial(folder_state, named.location)), digests)
             for name, named in listed.items()
         }
-        gone = [name for name in self._tried if name not in listed]
+        gone = [name for name in self._tried if name not in listed and name not in self._errors]
         for name in (*gone, *(name for name, state in states.items() if self._tried.get(name) != state)):
             try:
                 if name in listed:

@@ -16,7 +16,13 @@ from typing import Final, Literal, Protocol
 from stagepack.errors import InputError, StagepackError
 from stagepack.named_adapters import NamedAdapter
 from stagepack_serving.server.adapter_control import AdapterControl
-from stagepack_serving.server.bundle_listings import BundleListing, bundle_state
+from stagepack_serving.server.bundle_listings import (
+    BundleListing,
+    LoggedErrors,
+    UnreadableModel,
+    check_not_empty,
+    source_states,
+)
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.event_loop_threads import run_in_thread
 from stagepack_serving.server.free_memory import EndedVersions
@@ -95,6 +101,7 @@ class ModelControl:
         # Bundles that are loading, or that were refused or unloaded: their state, and the reason.
         self._states: dict[tuple[str, int], tuple[str, str]] = {}
         self._polled_states: Mapping[str, object] = {}
+        self._errors = LoggedErrors(_LOGGER)
         self._closing: set[asyncio.Task[None]] = set()
         self._ended_versions = EndedVersions()
         # One bundle is loaded at a time: two need more memory, and the second would take as much longer.
@@ -109,11 +116,12 @@ class ModelControl:
         """Load bundles in this thread, before the server listens: the bundles of some models, or all. False if it does not serve."""
         self._polled_states = self._source_states() if self._mode == "poll" else {}
         paths_by_name = self.source()
-        if not paths_by_name and self._mode == "none":
-            raise InputError(
-                "the model repository is empty: expected bundles at NAME/VERSION, where VERSION is a number"
-            )
+        if self._mode == "none":
+            check_not_empty(paths_by_name)
         for model_name in paths_by_name if model_names is None else model_names:
+            if isinstance(paths := paths_by_name.get(model_name), UnreadableModel):
+                self._errors.add(model_name, f"{model_name}: {paths.reason}")
+                continue
             on_step(model_name)
             for version, path in self._chosen_versions(model_name, paths_by_name).items():
                 bundle = self._load_bundle(model_name, version, path, unless_digest=None)
@@ -317,6 +325,7 @@ class ModelControl:
         paths = paths_by_name.get(model_name)
         if not paths:
             hint = "" if paths is None else ": expected a folder for each version, named by a number such as 1"
+            hint = f": {paths.reason}" if isinstance(paths, UnreadableModel) else hint
             raise RequestError(RequestStatus.NOT_FOUND, f"{model_name!r}: no bundle of this model was found{hint}")
         versions = self._version_policy.choose(paths)
         if not versions:
@@ -369,8 +378,9 @@ class ModelControl:
         try:
             states = await run_in_thread(self._source_states)
         except StagepackError as error:
-            _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+            self._errors.add("", error)
             return
+        self._errors.forget("")
         changed_names = [name for name, state in states.items() if self._polled_states.get(name) != state]
         self._polled_states = states
         for model_name in changed_names:
@@ -385,12 +395,5 @@ class ModelControl:
 
     def _source_states(self) -> Mapping[str, object]:
         """For each model a value that changes with its bundles, and with the keys that must have signed them."""
-        keys, states = [file_state(path) for path in self._trusted_files], dict[str, object]()
-        for model_name, paths in self.source().items():
-            try:
-                if paths:
-                    states[model_name] = {version: bundle_state(path) for version, path in paths.items()}, keys
-            except StagepackError as error:  # of a URL: the version that runs goes on
-                _LOGGER.warning("%s: cannot be polled: %s", model_name, error)
-                states[model_name] = self._polled_states.get(model_name)
-        return states
+        keys = [file_state(path) for path in self._trusted_files]
+        return source_states(self.source(), keys, self._polled_states, self._errors)

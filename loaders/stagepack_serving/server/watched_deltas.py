@@ -1,5 +1,6 @@
 """Where a server finds the next version of a model: a folder of deltas on this machine, or one at a URL."""
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.remote.cache import Cache, default_cache_folder
 from stagepack.remote.url import BundleUrl
-from stagepack_serving.server.bundle_listings import folder_state
+from stagepack_serving.server.bundle_listings import LoggedErrors, folder_state
 from stagepack_serving.server.security import file_state
 
+_LOGGER: Final = logging.getLogger("stagepack.serve")
 # Clients choose among the names of a folder, and never a path.
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
 _FOLDER_SECONDS: Final = 0.5
@@ -88,6 +90,7 @@ class DeltaFolder:
     folder: Path
     # The base of each entry of the folder of a model by name, with the state of the file that says it.
     _bases: dict[str, dict[str, tuple[object, str]]] = field(default_factory=dict)
+    _errors: LoggedErrors = field(default_factory=lambda: LoggedErrors(_LOGGER))
 
     @property
     def location(self) -> str:
@@ -102,7 +105,7 @@ class DeltaFolder:
     def of_model(self, model_name: str) -> Path:
         """The folder of the deltas of a model."""
         own = self.folder / model_name
-        return own if own.is_dir() and not (own / MANIFEST_NAME).exists() else self.folder
+        return own if os.path.isdir(own) and not os.path.exists(own / MANIFEST_NAME) else self.folder
 
     def steps(self, model_name: str, digest: str) -> Iterator[Step]:
         """See `WatchedDeltas`. In the order of their names."""
@@ -117,10 +120,20 @@ class DeltaFolder:
             if name in known and known[name][0] == state:
                 bases[name] = known[name]
             else:
-                bases[name] = state, _read_base(folder / name)
+                bases[name] = state, self._read_base(folder / name)
         self._bases[model_name] = bases
         for path in (folder / name for name, (_, base) in bases.items() if base == digest):
             yield Step(path, str(path), folder_state(str(path)))
+
+    def _read_base(self, path: Path) -> str:
+        """The digest of the base of a delta; empty for anything else. What cannot be read is logged."""
+        try:
+            base = _read_base(path)
+        except OSError as error:
+            self._errors.add(path.name, f"{path}: cannot be read: {error.strerror or error}")
+            return ""
+        self._errors.forget(path.name)
+        return base
 
     def fetch(self, step: Step, bundle: Bundle) -> None:
         """See `WatchedDeltas`: they are there."""
@@ -172,10 +185,10 @@ class DeltaUrl:
 
 
 def _read_base(path: Path) -> str:
-    """The digest of the base of a delta; empty for anything else."""
+    """The digest of the base of a delta; empty for anything else. `OSError` if it cannot be read."""
     try:
         with open_regular_file(path / MANIFEST_NAME) as file:
             document = msgspec.json.decode(file.read(limits.MANIFEST_BYTES), type=_Base)
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return ""
     return document.base if document.format == DELTA_FORMAT else ""

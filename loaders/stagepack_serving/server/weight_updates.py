@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from stagepack.errors import OptionError, StageLostError, StagepackError
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.versions import check_weight_version
-from stagepack_serving.server.bundle_listings import folder_state
+from stagepack_serving.server.bundle_listings import LoggedErrors, folder_state
 from stagepack_serving.server.delta_chains import DeltaChains
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.event_loop_threads import run_in_thread
@@ -85,8 +86,8 @@ class WeightUpdates:
     # The state of each delta that was taken, or with which adapters it was refused.
     _seen: dict[tuple[str, str], tuple[object, Sequence[str] | None]] = field(default_factory=dict)
     _chains: DeltaChains = field(default_factory=DeltaChains)
-    # What could not be looked for or taken last: it is logged once.
-    _last_error: str = ""
+    # What could not be looked for or taken last, by model.
+    _errors: LoggedErrors = field(default_factory=lambda: LoggedErrors(_LOGGER))
 
     async def update(self, model_name: str, parameters: UpdateParameters) -> dict[str, Any]:
         """Update a model as a client asks; return the fields of the answer."""
@@ -120,7 +121,7 @@ class WeightUpdates:
                 try:
                     await self._take_steps(model, self.watched)
                 except StagepackError as error:
-                    self._log_error(self.watched, error)
+                    self._log_error(model, self.watched, error)
             # Calls under way on a version before keep its deltas.
             await self._free_disk()
 
@@ -132,13 +133,13 @@ class WeightUpdates:
             try:
                 await asyncio.shield(self._update(model.name, step, None, keep_previous=False))
             except StagepackError as error:
-                self._log_error(watched, error)
+                self._log_error(model, watched, error)
                 if isinstance(error, RequestError) and error.status is RequestStatus.STAGE_LOST:
                     return  # its processes are started again
                 # A model with other adapters may take it.
                 self._seen[model.name, step.name] = step.state, model.adapters.names
             else:
-                self._last_error = ""
+                self._errors.forget(model.name)
             del step  # it keeps a delta in the cache
             await asyncio.shield(self._shorten_chain(model))
 
@@ -150,11 +151,8 @@ class WeightUpdates:
                 return step
         return None
 
-    def _log_error(self, watched: WatchedDeltas, error: StagepackError) -> None:
-        message = f"{watched.location}: {error}"
-        if message != self._last_error:
-            _LOGGER.error("%s", message)
-            self._last_error = message
+    def _log_error(self, model: ServedModel, watched: WatchedDeltas, error: StagepackError) -> None:
+        self._errors.add(model.name, f"{watched.location}: {error}")
 
     async def _shorten_chain(self, model: ServedModel) -> None:
         """Let a model run the bundle that a long chain of deltas makes, and free what is needed no more."""
@@ -207,7 +205,7 @@ class WeightUpdates:
                 RequestStatus.FORBIDDEN, "this server takes no updates: the operator allows them with --update-folder"
             )
         folder = self.folder.of_model(model_name)
-        if not NAME.fullmatch(source) or not (folder / source / MANIFEST_NAME).is_file():
+        if not NAME.fullmatch(source) or not os.path.isfile(folder / source / MANIFEST_NAME):
             raise RequestError(
                 RequestStatus.NOT_FOUND,
                 f"{model_name}: no version {source[:80]!r} is in the folder of updates: give the name of a bundle or delta there",
