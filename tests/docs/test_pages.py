@@ -34,13 +34,13 @@ class _PageRun:
         self.position = 0
 
     def run(self, block: Block) -> str:
-        """Run a block, and those before it that have not run; return what is wrong with it."""
+        """Run a block, and those before it that have not run and are not slow; return what is wrong with it."""
         problem = ""
         while self.position <= self.blocks.index(block):
             block_index = self.position
             self.position += 1
             current_block = self.blocks[block_index]
-            if current_block.not_run:
+            if current_block.not_run or (current_block.slow and current_block is not block):
                 continue
             block_outputs = self.session.run(current_block)
             next_block = self.blocks[block_index + 1] if block_index + 1 < len(self.blocks) else None
@@ -73,9 +73,14 @@ def page_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_PageRuns]:
 
 
 # Pages that write code into a copy of the tree, and run its tests: a sixth of the time of all pages.
-_MARKS = {page: [pytest.mark.slow] if changes_the_tree(Path(page)) else [] for page in BLOCKS_OF_PAGE}
+_IS_SLOW = {page: changes_the_tree(Path(page)) for page in BLOCKS_OF_PAGE}
 TESTED_BLOCKS = [
-    pytest.param(page, block, id=f"{page}:{block.line}", marks=[*_MARKS[page], pytest.mark.xdist_group(f"docs {page}")])
+    pytest.param(
+        page,
+        block,
+        id=f"{page}:{block.line}",
+        marks=[*([pytest.mark.slow] if _IS_SLOW[page] or block.slow else []), pytest.mark.xdist_group(f"docs {page}")],
+    )
     for page, blocks in BLOCKS_OF_PAGE.items()
     for block in blocks
     if block.kind not in ("shown", "output")

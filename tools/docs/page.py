@@ -10,9 +10,10 @@
 | ``` ```text ``` | shown only |
 
 A line ``<!-- not run: REASON -->`` above a block says that tests do not run it. When the reason begins with "slow",
-`tools/docs/outputs.py --slow` runs it. A line ``<!-- needs: MODULES -->`` says the same where one of these modules, separated by
-commas, is not installed: `make test-libraries` runs the block. A line ``<!-- fails: REASON -->`` above a block says that a failure in
-its output is wanted; see `tools/docs/compared_outputs.py`.
+`tools/docs/outputs.py --slow` runs it. A line ``<!-- slow: REASON -->`` says that `make test-zoo` alone runs the block, which no
+later block needs; the reason names the test that stays in `make test`. A line ``<!-- needs: MODULES -->`` says the same as
+``not run`` where one of these modules, separated by commas, is not installed: `make test-libraries` runs the block. A line
+``<!-- fails: REASON -->`` above a block says that a failure in its output is wanted; see `tools/docs/compared_outputs.py`.
 """
 
 import importlib.util
@@ -44,6 +45,7 @@ class Block:
         source: the content, without the indentation of the fence.
         kind: what it is for.
         not_run: why tests do not run it; empty when they do.
+        slow: why only `make test-zoo` runs it; empty when `make test` does.
         fails: why its output shows a failure; empty when none is wanted.
     """
 
@@ -55,6 +57,7 @@ class Block:
     source: str
     kind: BlockKind
     not_run: str
+    slow: str
     fails: str
 
 
@@ -78,6 +81,7 @@ def read_blocks(page_path: Path) -> list[Block]:
     sybil_document = Document(page_path.read_text(), str(page_path))
     reasons_not_run = _directive_reasons("not run", sybil_document)
     needed_modules = _directive_reasons("needs", sybil_document)
+    slow_reasons = _directive_reasons("slow", sybil_document)
     reasons_to_fail = _directive_reasons("fails", sybil_document)
     page_blocks: list[Block] = []
     for region in sorted(RawFencedCodeBlockLexer(_INFO_PATTERN)(sybil_document), key=lambda region: region.start):
@@ -93,6 +97,7 @@ def read_blocks(page_path: Path) -> list[Block]:
                 kind=_block_kind(fence_language, fence_title, page_blocks),
                 not_run=_reason_above(region.start, reasons_not_run, sybil_document)
                 or _missing_modules(_reason_above(region.start, needed_modules, sybil_document)),
+                slow=_reason_above(region.start, slow_reasons, sybil_document),
                 fails=_reason_above(region.start, reasons_to_fail, sybil_document),
             )
         )
