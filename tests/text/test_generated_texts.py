@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_text.server import chat_template as chat_template_module
 from stagepack_text.server.chat_template import ChatTemplate
 from stagepack_text.server.text_stream import StopStrings, TextFormat
 from tests.text.generating_model import tokenizer
@@ -139,6 +141,33 @@ def test_a_template_answers_again_after_one_that_did_not_survive() -> None:
             return [*texts, await chat_template.render([{"content": "b"}])]
 
     assert asyncio.run(run()) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_lost_costs_its_conversation_alone(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template_module, "_MAX_SECONDS", 3.0)
+    template = (
+        "{% if messages %}{% for i in range(300) %}{% for j in range(300) %}{% endfor %}{% endfor %}{% endif %}ok"
+    )
+
+    async def run() -> None:
+        with contextlib.closing(ChatTemplate(template, {})) as chat_template:
+            assert await chat_template.render([]) == "ok"
+            [process] = chat_template._processes
+            process.send_signal(signal.SIGSTOP)
+            lost = asyncio.create_task(chat_template.render([{"content": "a"}]))
+            await asyncio.sleep(0.1)
+            process.send_signal(number)
+            assert await asyncio.wait_for(chat_template.render([{"content": "b"}]), 2.5) == "ok"
+            with pytest.raises(RequestError, match=r"was killed, or hung for 3 s: try again") as raised:
+                await lost
+            assert raised.value.status is RequestStatus.STAGE_LOST
+            assert await chat_template.render([{"content": "c"}]) == "ok"
+            assert process.returncode == -signal.SIGKILL
+
+    asyncio.run(run())
 
 
 def test_conversations_that_wait_for_a_template_hold_up_nothing_else() -> None:
