@@ -55,9 +55,9 @@ class PipelineVersions(ABC):
             The names of the versions, and how long each part took.
 
         Raises:
-            UpdateError: the graphs, the contract, the tokenizer or the settings of generation are others, or a delta is on another bundle;
-                or weights of a stage were replaced or trained, or pass through `device_memory`; or the pipeline has adapters, which are
-                for the weights that run: unload them first. The version that runs goes on, as with any other error.
+            UpdateError: the graphs or the contract are others, or a delta is on another bundle; or weights of a stage were replaced or
+                trained, or pass through `device_memory`; or the pipeline has adapters, which are for the weights that run: unload them
+                first. The version that runs goes on, as with any other error.
             StagepackError: the bundle cannot be read or verified; see `stagepack.load`.
 
         Examples:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from msgspec import structs
 
@@ -15,16 +15,6 @@ from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.adapter_calls import AdapterCalls
 from stagepack_loaders.base import LoadedStage, Runtime
 from stagepack_loaders.stages import StageDriver
-
-# Files that say how texts are read, and how tokens are chosen: what has begun with them must not go on with others.
-_TEXT_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "config_sentence_transformers.json",
-)
 
 
 @dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -117,7 +107,7 @@ def check_weight_version(name: str | None) -> None:
 
 
 def same_model(running: Bundle, source: UpdateSource) -> Bundle:
-    """Return a bundle in the stages that run; refuse one with another graph, contract or tokenizer."""
+    """Return a bundle in the stages that run; refuse one with other graphs, or that takes and returns other values."""
     bundle = source.bundle
     if isinstance(running, AdaptedBundle) and running.adapters:
         raise UpdateError(
@@ -150,10 +140,6 @@ def _difference(running: Bundle, new: Bundle) -> str:
             return f"the graph of stage {number} is another one"
         if _facts(stage) != _facts(new_stage):
             return f"the manifest entry of stage {number} is another one"
-    for name in _TEXT_FILES:
-        digests = [bundle.files[name].blake3 if name in bundle.files else None for bundle in (running, new)]
-        if digests[0] != digests[1]:
-            return f"{name} is another one"
     return ""
 
 
@@ -169,6 +155,6 @@ def _facts(stage: Stage) -> Stage:
 
 def _other_model(running: Bundle, bundle: Bundle, reason: str) -> UpdateError:
     return UpdateError(
-        f"{bundle.location}: expected a bundle as {running.location}, whose weights alone are others: {reason}: load it "
+        f"{bundle.location}: expected a bundle with the graphs of {running.location}, whose weights alone are others: {reason}: load it "
         "as a pipeline of its own"
     )

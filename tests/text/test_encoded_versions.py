@@ -1,5 +1,6 @@
 """Embeddings of one call are those of one version of the weights, and each of the adapter of its text."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import InputError, UpdateError
+from stagepack.errors import InputError
 from tests.adapters.lora import adapted, write_lora
 from tests.sentence_models import HIDDEN, TEXTS, sentence_model, sentence_transformers
+from tests.serve.local_server import local_server
+from tests.serve.servers import post
 
 LAYER = "0.model.encoder.layer.1.output.dense"
 
@@ -79,16 +82,30 @@ def test_all_batches_of_a_call_are_of_one_version(folder: Path) -> None:
         changing.join()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "config_sentence_transformers.json"])
-def test_an_update_that_reads_texts_otherwise_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / name).write_text('{"prompts": {}}' if name.startswith("config") else '{"version": "2.0"}')
-    stagepack.add_assets(
-        stagepack.apply_deltas(folder / "old", [folder / "step"], out=tmp_path / "new").path,
-        [tmp_path / name],
-        overwrite=True,
-    )
-    pipeline = stagepack.load(folder / "old")
-    before = pipeline.encode(TEXTS)
-    with pytest.raises(UpdateError, match=f"whose weights alone are others: {name} is another one"):
-        pipeline.update(tmp_path / "new")
-    assert torch.equal(pipeline.encode(TEXTS), before)
+def test_an_answer_with_embeddings_is_of_the_version_that_it_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentences, old = TEXTS * 40, stagepack.load(folder / "old")
+    with local_server([f"texts={folder / 'old'}"]) as server:
+        model = server.control.models.find("texts", "")
+        submit, submitted = model._scheduler.submit, list[Any]()
+
+        def submit_and_update(call: Any) -> None:
+            submitted.append(call)
+            if len(submitted) == 1:
+                model.pipeline.update(folder / "step")
+            elif len(submitted) == 2:  # none has run when the second one chooses its version
+                submit(submitted[0])
+            if len(submitted) > 1:
+                submit(call)
+
+        monkeypatch.setattr(model._scheduler, "submit", submit_and_update)
+        body = json.dumps({"model": "texts", "input": sentences})
+        for source in (folder / "step", folder / "old"):
+            status, answer, headers = post(server.http, "/v1/embeddings", body)
+            found = numpy.array([entry["embedding"] for entry in answer["data"]])
+            names = headers["x-model-version"], answer["weight_version"]
+            assert (status, *names) == (200, old.version, old.version)
+            numpy.testing.assert_allclose(found, old.encode(sentences), rtol=1e-3, atol=1e-4)
+            old.update(source)
+    assert len(submitted) > 4
