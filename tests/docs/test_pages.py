@@ -34,13 +34,13 @@ class _PageRun:
         self.position = 0
 
     def run(self, block: Block) -> str:
-        """Run a block, and those before it that have not run and are not slow; return what is wrong with it."""
+        """Run a block, and those before it that have not run, slow ones for a slow block alone; return what is wrong with it."""
         problem = ""
         while self.position <= self.blocks.index(block):
             block_index = self.position
             self.position += 1
             current_block = self.blocks[block_index]
-            if current_block.not_run or (current_block.slow and current_block is not block):
+            if current_block.not_run or (current_block.slow and not block.slow):
                 continue
             block_outputs = self.session.run(current_block)
             next_block = self.blocks[block_index + 1] if block_index + 1 < len(self.blocks) else None

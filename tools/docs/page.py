@@ -10,8 +10,8 @@
 | ``` ```text ``` | shown only |
 
 A line ``<!-- not run: REASON -->`` above a block says that tests do not run it. When the reason begins with "slow",
-`tools/docs/outputs.py --slow` runs it. A line ``<!-- slow: REASON -->`` says that `make test-zoo` alone runs the block, which no
-later block needs; the reason names the test that stays in `make test`. A line ``<!-- needs: MODULES -->`` says the same as
+`tools/docs/outputs.py --slow` runs it. A line ``<!-- slow: REASON -->`` says that `make test-zoo` alone runs the block, which only
+blocks with such a line may need; the reason names the test that stays in `make test`. A line ``<!-- needs: MODULES -->`` says the same as
 ``not run`` where one of these modules, separated by commas, is not installed: `make test-libraries` runs the block. A line
 ``<!-- fails: REASON -->`` above a block says that a failure in its output is wanted; see `tools/docs/compared_outputs.py`.
 """
