@@ -17,7 +17,7 @@ from stagepack.format.graph import value_bytes
 from stagepack.format.shapes import example_sizes
 from stagepack.partition.cut_options import CutOptions
 from stagepack.roads.capture_writer import export_capture, plan_capture
-from tests.laws.picture_models import PICTURE_MODELS, FeaturePyramid
+from tests.laws.picture_models import PICTURE_MODELS, FeaturePyramid, NestedUNet
 from tests.modules import module_of
 from tests.zoo.case import Case, files, stages_at_most
 from tests.zoo.cases import ROWS, named
@@ -97,8 +97,20 @@ def tensor_bytes(bundle: stagepack.Bundle) -> int:
     return sum(value_bytes(edge, sizes) * len(edge.consumers) for edge in bundle.edges if edge.producer is not None)
 
 
-@pytest.mark.parametrize("stage_counts", [(2, 3, 5), pytest.param((2, 3, 4, 5, 6), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("make", PICTURE_MODELS)
+# A nested UNet has the skip connections of a UNet several times, and no others.
+PICTURE_CASES = [
+    pytest.param(
+        make,
+        stage_counts,
+        marks=pytest.mark.slow if stage_counts == (2, 3, 4, 5, 6) or make is NestedUNet else (),
+        id=f"{make.__name__}-{stage_counts}",
+    )
+    for make in PICTURE_MODELS
+    for stage_counts in ((2, 3, 5), (2, 3, 4, 5, 6))
+]
+
+
+@pytest.mark.parametrize(("make", "stage_counts"), PICTURE_CASES)
 @torch.no_grad()
 def test_no_picture_model_sends_a_tensor_for_its_size(
     make: type[torch.nn.Module], stage_counts: tuple[int, ...], tmp_path: Path
