@@ -3,7 +3,7 @@
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 
 from stagepack_loaders.adapter_changes import AdapterChange
@@ -17,12 +17,15 @@ class JointStages(ABC):
 
     Attributes:
         joint: the versions of all of them.
+        checks: called with each version that is loaded, before any takes over; an error refuses it.
     """
 
     joint: "JointVersions"
+    checks: list[Callable[[StageVersion], None]]
 
     def begin(self, version: StageVersion) -> None:
         """Begin with a version, alone."""
+        self.checks = []
         JointVersions().add(self, version)
 
     @property
@@ -106,6 +109,9 @@ class JointVersions:
             members = [stages for member in self._members if (stages := member()) is not None]
             shared = SharedObjects()
             staged = [stages.stage(source, report, shared) for stages in members]
+            for stages, version in zip(members, staged, strict=True):
+                for check in stages.checks:
+                    check(version)
             with ExitStack() as switching, report.part("switch"):
                 for stages in members:
                     switching.enter_context(stages.switching())

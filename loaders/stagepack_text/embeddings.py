@@ -37,7 +37,7 @@ _MASK: Final = "attention_mask"
 _TYPES: Final = "token_type_ids"
 _OFFSETS: Final = "offsets"
 _PROMPT_LENGTHS: Final = "prompt_length"
-_SETTINGS_FILE: Final = "config_sentence_transformers.json"
+PROMPTS_FILE: Final = "config_sentence_transformers.json"
 
 # Operators that look tokens up in a table, their first argument; and those whose result has the same tokens.
 _TABLES: Final = frozenset({"embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"})
@@ -301,9 +301,9 @@ def _no_embeddings(arrays: ArrayOps, result: Edge) -> Any:
 
 
 def _read_settings(bundle: Bundle) -> EmbeddingSettings:
-    if _SETTINGS_FILE not in bundle.files:
+    if PROMPTS_FILE not in bundle.files:
         return EmbeddingSettings()
     try:
-        return msgspec.json.decode(bundle.read(_SETTINGS_FILE), type=EmbeddingSettings)
+        return msgspec.json.decode(bundle.read(PROMPTS_FILE), type=EmbeddingSettings)
     except JSON_ERRORS as error:
-        raise InputError(f"{bundle.location}: {_SETTINGS_FILE}: {error}") from None
+        raise InputError(f"{bundle.location}: {PROMPTS_FILE}: {error}") from None

@@ -14,7 +14,7 @@ from stagepack_serving.server.served_model import ServedModel
 from stagepack_text.openai.embedder import add_embedders
 from stagepack_text.openai.routes import openai_endpoints
 from stagepack_text.server.generate_route import generate_endpoints
-from stagepack_text.server.generator import add_generators
+from stagepack_text.server.generators import add_generators
 from stagepack_text.server.grpc_generation import asks_for_generation, generate_responses
 
 

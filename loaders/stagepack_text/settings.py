@@ -16,7 +16,7 @@ from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.elements import Array
 
 _LOGGER: Final = logging.getLogger("stagepack")
-_FILE_NAME: Final = "generation_config.json"
+SETTINGS_FILE: Final = "generation_config.json"
 # A single token or string is written without a list.
 _LISTS: Final = frozenset(
     {"suppress_tokens", "begin_suppress_tokens", "eos_token_id", "decoder_input_ids", "stop_strings"}
@@ -166,7 +166,7 @@ class GenerationSettings:
             value = getattr(chosen, setting_name)
             is_unused = value is None or (allowed.is_of_draws and not chosen.do_sample)
             if not is_unused and not allowed.contains(value):
-                origin = "" if settings.get(setting_name) is not None else f" in {_FILE_NAME} of the bundle"
+                origin = "" if settings.get(setting_name) is not None else f" in {SETTINGS_FILE} of the bundle"
                 raise InputError(f"{setting_name}: expected {allowed.expected}, found {value}{origin}")
         return chosen
 
@@ -203,10 +203,10 @@ def read_settings(bundle: Bundle, defaults: GenerationSettings = _DEFAULTS) -> G
 
     The log names settings of the file that are not supported, once for a bundle.
     """
-    if _FILE_NAME not in bundle.files:
+    if SETTINGS_FILE not in bundle.files:
         return defaults
     try:
-        stored: Any = msgspec.json.decode(bundle.read(_FILE_NAME), type=dict[str, Any])
+        stored: Any = msgspec.json.decode(bundle.read(SETTINGS_FILE), type=dict[str, Any])
         known_values = {
             setting_name: value
             for setting_name, value in stored.items()
@@ -214,7 +214,7 @@ def read_settings(bundle: Bundle, defaults: GenerationSettings = _DEFAULTS) -> G
         }
         settings = defaults.replace(known_values)
     except (*JSON_ERRORS, InputError) as error:
-        raise InputError(f"{bundle.location}: {_FILE_NAME}: {error}") from None
+        raise InputError(f"{bundle.location}: {SETTINGS_FILE}: {error}") from None
     unsupported_names = [
         setting_name
         for setting_name, neutral_values in _UNSUPPORTED.items()
@@ -223,7 +223,7 @@ def read_settings(bundle: Bundle, defaults: GenerationSettings = _DEFAULTS) -> G
     if unsupported_names and bundle not in _CHECKED_BUNDLES:
         _CHECKED_BUNDLES.add(bundle)
         message = "%s: %s: %s is not supported: tokens differ from those of transformers"
-        _LOGGER.warning(message, bundle.location, _FILE_NAME, ", ".join(unsupported_names))
+        _LOGGER.warning(message, bundle.location, SETTINGS_FILE, ", ".join(unsupported_names))
     return settings
 
 

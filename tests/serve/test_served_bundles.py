@@ -20,7 +20,7 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_loading import PipelineLoading
 from stagepack_serving.server.model_registry import ModelRegistry
-from stagepack_text.server.generator import Generator, generator_of
+from stagepack_text.server.generators import Generators, generator_of
 from tests.cli.entry_point_model import translator
 from tests.modules import module_of
 from tests.serve.local_server import local_server, refusal
@@ -54,7 +54,10 @@ def test_the_entry_points_of_a_bundle_are_served_from_python_as_by_the_command(
     models = ModelRegistry(ServerLimits(), Metrics())
     loaded = PipelineLoading({"t5": pipelines, "alone": pipelines.decode}, models)
     whole, alone = (loaded(name, 1, "", unless_digest=None) for name in ("t5", "alone"))
-    assert {model.name: model.part(Generator) is not None for model in whole.models} == {"t5_encode": False, "t5": True}
+    assert {model.name: model.part(Generators) is not None for model in whole.models} == {
+        "t5_encode": False,
+        "t5": True,
+    }
     with pytest.raises(BadRequestError, match="it is served without its encoder, and not as its whole bundle"):
         generator_of(alone.models[0])
     assert whole.close(1)

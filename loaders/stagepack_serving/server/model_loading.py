@@ -200,6 +200,10 @@ def _served_models(
         served_models.append(model)
     for extension in server_extensions():
         extension.add_parts(served_models)
+    for model in served_models:
+        checks = model.pipeline.executor.updated.checks
+        checks += [part.check_version for part in model.parts.values()]
+        closing.callback(checks.clear)
     return served_models
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from stagepack.adapter.opened import OpenAdapter
+    from stagepack_loaders.versions import StageVersion
 
 
 class ModelPart:
@@ -26,6 +27,9 @@ class ModelPart:
 
     def check_new_adapter(self, adapter: "OpenAdapter") -> None:
         """Refuse an adapter that the part cannot use, before the model takes it."""
+
+    def check_version(self, weights: "StageVersion") -> None:
+        """Read what the part needs of a version, before calls run on it; an error refuses the update. Called in any thread."""
 
     def follow_weights(self) -> None:
         """Begin what is new with the newest weights and adapters of the model, which have changed."""

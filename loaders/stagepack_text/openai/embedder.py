@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,16 +12,28 @@ import msgspec
 import numpy
 
 from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.elements import Array
+from stagepack_loaders.versions import StageVersion
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.access_log import current_record, weight_fields
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.model_part import ModelPart
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ADAPTER_PARAMETER, ServedModel
-from stagepack_text.embeddings import IDS_INPUT, EmbeddedBatch, TextReader, embedding_facts, vocabulary_size
+from stagepack_text.embeddings import (
+    IDS_INPUT,
+    PROMPTS_FILE,
+    EmbeddedBatch,
+    EmbeddingFacts,
+    TextReader,
+    embedding_facts,
+    vocabulary_size,
+)
 from stagepack_text.openai.requests import EmbeddingFields
+from stagepack_text.prompts import TOKENIZER_FILE
 from stagepack_text.sampling import logits_as_floats
+from stagepack_text.version_assets import VersionAssets
 
 # Texts of a request that run together, as in `encode` of sentence-transformers.
 _BATCH_SIZE: Final = 32
@@ -37,31 +50,37 @@ class Embeddings:
 class Embedder(ModelPart):
     """Embeds texts with a model."""
 
-    def __init__(self, reader: TextReader, model: ServedModel) -> None:
-        self._reader = reader
+    def __init__(self, facts: EmbeddingFacts, model: ServedModel) -> None:
+        self._readers = VersionAssets((TOKENIZER_FILE, PROMPTS_FILE), functools.partial(_read_assets, facts=facts))
         self._model = model
+        self.check_version(model.weights)
         ids_dtype = NUMPY_DTYPES[model.interface.inputs[IDS_INPUT].datatype]
         self._vocabulary_size = vocabulary_size(model.bundle) or numpy.iinfo(ids_dtype).max
         [self._output] = model.interface.outputs
 
+    def check_version(self, weights: StageVersion) -> None:
+        """See `ModelPart`: its tokenizer and its prompts are read."""
+        self._readers.of(weights.bundle)
+
     async def embed(
         self, sentences: Sequence[str] | Sequence[Sequence[int]], fields: EmbeddingFields, deadline: asyncio.Timeout
     ) -> Embeddings:
-        """Embed texts."""
+        """Embed texts, all as one version of the model has it."""
+        adapter, weights = self._model.adapter_named(fields.model), self._model.weights
+        if (record := current_record.get()) is not None:
+            record.weights = weights
+        reader = self._readers.of(weights.bundle)
         with self._errors_of("prompt_name"):
-            prompt = self._reader.settings.prompt(fields.prompt_name)
+            prompt = reader.settings.prompt(fields.prompt_name)
         with self._errors_of("dimensions"):
-            dimensions = self._dimensions(fields.dimensions)
-        positions = [*self._reader.batches([len(sentence) for sentence in sentences], _BATCH_SIZE)]
+            dimensions = self._dimensions(reader, fields.dimensions)
+        positions = [*reader.batches([len(sentence) for sentence in sentences], _BATCH_SIZE)]
         with self._errors_of("input"):
             # In a thread: a long text takes as long as other requests must not wait for.
             batches = [
-                await asyncio.to_thread(self._read, [sentences[position] for position in batch], prompt)
+                await asyncio.to_thread(self._read, reader, [sentences[position] for position in batch], prompt)
                 for batch in positions
             ]
-        adapter = self._model.adapter_named(fields.model)
-        if (record := current_record.get()) is not None:
-            record.weights = self._model.weights  # of all batches
         tasks = [asyncio.ensure_future(self._model.infer(self._request(batch, adapter), deadline)) for batch in batches]
         try:
             with errors_of_field("input"):
@@ -69,18 +88,18 @@ class Embedder(ModelPart):
         finally:
             for task in tasks:
                 task.cancel()
-        rows = numpy.concatenate([logits_as_floats(output.array, self._reader.facts.result) for [output] in answers])
+        rows = numpy.concatenate([logits_as_floats(output.array, reader.facts.result) for [output] in answers])
         vectors = rows[numpy.argsort(numpy.concatenate(positions))].astype("<f4", copy=False)
         return Embeddings(
-            vectors=vectors if dimensions is None else self._cut(vectors, dimensions),
+            vectors=vectors if dimensions is None else _cut(reader, vectors, dimensions),
             token_count=sum(batch.token_count for batch in batches),
         )
 
-    def _read(self, sentences: Sequence[Any], prompt: str) -> EmbeddedBatch:
+    def _read(self, reader: TextReader, sentences: Sequence[Any], prompt: str) -> EmbeddedBatch:
         """The inputs of a batch."""
         if isinstance(sentences[0], str):
-            return self._reader.read_texts(sentences, prompt)
-        longest, limit = max(map(len, sentences)), self._reader.facts.max_length
+            return reader.read_texts(sentences, prompt)
+        longest, limit = max(map(len, sentences)), reader.facts.max_length
         if limit is not None and longest > limit:
             raise InputError(f"input: expected at most {limit} tokens, found {longest}")
         lowest, highest = min(map(min, sentences)), max(map(max, sentences))
@@ -88,7 +107,7 @@ class Embedder(ModelPart):
         if lowest < 0 or highest >= self._vocabulary_size:
             wrong_token = lowest if lowest < 0 else highest
             raise InputError(f"input: expected tokens from 0 to {self._vocabulary_size - 1}, found {wrong_token}")
-        return self._reader.read_tokens(sentences)
+        return reader.read_tokens(sentences)
 
     @contextlib.contextmanager
     def _errors_of(self, field_name: str) -> Iterator[None]:
@@ -111,12 +130,12 @@ class Embedder(ModelPart):
         parameters = {} if adapter is None else {ADAPTER_PARAMETER: adapter}
         return InferenceRequest(inputs=inputs, output_names=[self._output], parameters=parameters)
 
-    def _dimensions(self, dimensions: int | None) -> int | None:
+    def _dimensions(self, reader: TextReader, dimensions: int | None) -> int | None:
         """The size that embeddings are cut to; None for all of them."""
-        size = self._reader.facts.result.shape[-1]
+        size = reader.facts.result.shape[-1]
         if dimensions is None or dimensions == size:
             return None
-        allowed = self._reader.settings.matryoshka_dimensions
+        allowed = reader.settings.matryoshka_dimensions
         if not allowed:
             raise InputError(
                 "dimensions: the model does not say that its embeddings may be cut (matryoshka_dimensions in its config.json): leave it out"
@@ -127,14 +146,15 @@ class Embedder(ModelPart):
             raise InputError(f"dimensions: expected {sizes}, found {dimensions}")
         return dimensions
 
-    def _cut(self, vectors: Array, dimensions: int) -> Array:
-        """The beginning of each embedding, of length 1 if whole ones are."""
-        beginnings = vectors[:, :dimensions]
-        if not self._reader.settings.is_normalized:
-            return beginnings
-        lengths = numpy.linalg.norm(beginnings, axis=1, keepdims=True)
-        unit_vectors: Array = beginnings / numpy.maximum(lengths, numpy.finfo(numpy.float32).tiny)
-        return unit_vectors
+
+def _cut(reader: TextReader, vectors: Array, dimensions: int) -> Array:
+    """The beginning of each embedding, of length 1 if whole ones are."""
+    beginnings = vectors[:, :dimensions]
+    if not reader.settings.is_normalized:
+        return beginnings
+    lengths = numpy.linalg.norm(beginnings, axis=1, keepdims=True)
+    unit_vectors: Array = beginnings / numpy.maximum(lengths, numpy.finfo(numpy.float32).tiny)
+    return unit_vectors
 
 
 def embedding_answer(fields: EmbeddingFields, embeddings: Embeddings) -> bytes:
@@ -168,7 +188,11 @@ def add_embedders(models: Sequence[ServedModel]) -> None:
     for model in models:
         facts = embedding_facts(model.bundle.entry_point)
         if facts is not None:
-            try:
-                model.parts[Embedder] = Embedder(TextReader(model.bundle, facts), model)
-            except InputError as error:
-                raise AssetError(str(error)) from None
+            model.parts[Embedder] = Embedder(facts, model)
+
+
+def _read_assets(bundle: Bundle, facts: EmbeddingFacts) -> TextReader:
+    try:
+        return TextReader(bundle, facts)
+    except InputError as error:
+        raise AssetError(str(error)) from None

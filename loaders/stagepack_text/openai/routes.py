@@ -39,7 +39,8 @@ from stagepack_text.openai.responses import (
     ResponseFields,
     errors_of_response,
 )
-from stagepack_text.server.generator import IDS_INPUT, Generator, generator_of
+from stagepack_text.server.generator import IDS_INPUT, Generator
+from stagepack_text.server.generators import Generators, generator_of
 from stagepack_text.server.json_grammar import JsonGrammar
 from stagepack_text.server.served_text import GenerationRequest
 from stagepack_text.server.text_route import AnswerChannel, EventChannel, TextRoute
@@ -306,8 +307,10 @@ def _text_models(models: ModelRegistry) -> list[ServedModel]:
 
 
 def _reads_texts(model: ServedModel) -> bool:
-    generator = model.part(Generator)
-    return model.part(Embedder) is not None or (generator is not None and generator.text_format is not None)
+    generators = model.part(Generators)
+    return model.part(Embedder) is not None or (
+        generators is not None and generators.of(model.weights).text_format is not None
+    )
 
 
 def _served_name(models: ModelRegistry, model_name: str) -> str:

@@ -21,7 +21,8 @@ from stagepack_serving.server.rest_large_request import decode_field, decode_fie
 from stagepack_serving.server.rest_request import decode_text_request, requested_model
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_text.server.generate_request import TEXT_INPUT, read_request
-from stagepack_text.server.generator import Generator, generator_of
+from stagepack_text.server.generator import Generator
+from stagepack_text.server.generators import generator_of
 from stagepack_text.server.text_route import AnswerChannel, TextRoute
 
 # The inputs of models that hold prompts.

@@ -1,4 +1,4 @@
-"""Generation with a served decoder, token by token."""
+"""Generation with a served decoder, token by token, as the tokenizer and the settings of one version of its bundle have it."""
 
 import asyncio
 import dataclasses
@@ -9,20 +9,16 @@ from typing import Any, Final
 import numpy
 from msgspec import Raw
 
-from stagepack.adapter.opened import OpenAdapter
-from stagepack.errors import InputError, OptionError
+from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.decoders import (
-    ENCODER_NAME,
     DecoderFacts,
-    decoder_facts,
     largest_size,
 )
 from stagepack_loaders.elements import Array
-from stagepack_loaders.versions import StageVersion
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
-from stagepack_serving.server.model_part import ModelPart
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
@@ -41,11 +37,9 @@ _NO_TOKENS: Final = f"{IDS_INPUT}: the prompt has no tokens: expected one or mor
 _OPENAI_DEFAULTS: Final = GenerationSettings(do_sample=True, top_k=0)
 # More than any prompt that fits: longer texts are not read.
 _MAX_CHARACTERS_PER_TOKEN: Final = 128
-# The input of an encoder that is 1 for tokens.
-_MASK_INPUT: Final = "attention_mask"
 
 
-class Generator(ModelPart):
+class Generator:
     """Generates texts with a decoder, and with its encoder if it has one.
 
     Attributes:
@@ -53,40 +47,24 @@ class Generator(ModelPart):
         prompt_name: the input that holds the prompt: of the encoder, or of a decoder without one.
     """
 
-    def __init__(self, facts: DecoderFacts, decoder: ServedModel, encoder: ServedModel | None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        text_loop: TextLoop,
+        facts: DecoderFacts,
+        decoder: ServedModel,
+        encoder: ServedModel | None,
+    ) -> None:
+        self._text_loop = text_loop
         self._facts = facts
-        self._settings = read_settings(decoder.bundle)
-        self._openai_defaults = read_settings(decoder.bundle, _OPENAI_DEFAULTS)
+        self._settings = read_settings(bundle)
+        self._openai_defaults = read_settings(bundle, _OPENAI_DEFAULTS)
         self._decoder = decoder
         self._encoder = encoder
         self._prompt_interface = (encoder or decoder).interface
         self._grammar_tokens: GrammarTokens | None = None
-        self._text_loop = TextLoop(
-            decoder, facts, None if encoder is None else functools.partial(self._encode, encoder), encoder
-        )
-        self.text_format: TextFormat | None = read_text_format(decoder.bundle)
-        self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
-        decoder.admission.busy_count = self.texts_at_once + 1
-
-    @property
-    def texts_at_once(self) -> int:
-        """How many texts are generated at once: others wait."""
-        return self._text_loop.row_count
-
-    @property
-    def joining(self) -> str:
-        """How many texts share a run."""
-        return f"up to {self.texts_at_once} text{'' if self.texts_at_once == 1 else 's'} at once"
-
-    @property
-    def text_count(self) -> int:
-        """The number of texts that are generated, or wait for it."""
-        return self._text_loop.text_count
-
-    @property
-    def held_tokens(self) -> int:
-        """The number of tokens in the caches of batches."""
-        return self._text_loop.held_tokens
+        self.text_format: TextFormat | None = read_text_format(bundle)
+        self.prompt_name = prompt_input(encoder or decoder)
 
     @property
     def continues_prompt(self) -> bool:
@@ -198,16 +176,8 @@ class Generator(ModelPart):
                 f"{self._decoder.name}: adapter: expected one of its adapters, {known}, found {adapter!r}"
             )
 
-    def check_new_adapter(self, adapter: OpenAdapter) -> None:
-        """See `ModelPart`: texts of several adapters share calls."""
-        _check_apart(self._decoder, self._facts, adapter.document.replaced, adapter.path.name)
-
-    def follow_weights(self) -> None:
-        """See `ModelPart`."""
-        self._text_loop.follow_weights()
-
     def close(self) -> None:
-        """End the process that fills in the chat template."""
+        """End the processes that fill in the chat template."""
         if self.text_format is not None and self.text_format.chat_template is not None:
             self.text_format.chat_template.close()
 
@@ -216,7 +186,7 @@ class Generator(ModelPart):
         parts: asyncio.Queue[GeneratedPart | Exception] = asyncio.Queue()
         try:
             texts = [
-                ServedText(self._facts, self._settings, request, self.text_format, parts, index)
+                ServedText(self._facts, self._settings, request, self.text_format, parts, index, reader=self)
                 for index, request in enumerate(requests)
             ]
         except InputError as error:
@@ -236,14 +206,6 @@ class Generator(ModelPart):
         finally:
             for text in texts:
                 self._text_loop.end(text)
-
-    async def _encode(self, encoder: ServedModel, text: ServedText, weights: StageVersion) -> None:
-        """Run the encoder on the prompt of a text."""
-        inputs = {self.prompt_name: text.request.prompt}
-        if _MASK_INPUT in encoder.interface.inputs:
-            inputs[_MASK_INPUT] = numpy.ones(text.request.prompt.shape, numpy.int64)
-        [rows] = (await encoder.call(inputs, None, adapter=text.adapter, weights=weights)).values()
-        text.loop.read_encoded(rows)
 
     def _tensor_from_json(self, text: bytes) -> InferenceTensor:
         tensor, shape = self._prompt_interface.inputs[self.prompt_name], nested_sizes(text)
@@ -299,33 +261,6 @@ class Generator(ModelPart):
             raise BadRequestError(f"{self._decoder.name}: {error}") from None
 
 
-def generator_of(model: ServedModel) -> Generator:
-    """Return what generates texts with a model."""
-    generator = model.part(Generator)
-    if generator is None:
-        message = f"{model.name}: the model does not generate: it has no decoder with the inputs of generation"
-        if (facts := decoder_facts(model.bundle.entry_point)) is not None and facts.takes_encoder:
-            message = f"{model.name}: the model does not generate: it is served without its encoder, and not as its whole bundle"
-        raise BadRequestError(message)
-    return generator
-
-
-def _check_apart(model: ServedModel, facts: DecoderFacts, replaced: object, adapter: str | None) -> None:
-    """Refuse an adapter that replaces whole weights, for a decoder whose texts share calls."""
-    if facts.has_rows and replaced:
-        raise OptionError(
-            f"{model.name}: the adapter {adapter!r} replaces whole weights, and texts of several adapters share calls: merge it into a "
-            "bundle of its own (stagepack adapter --merge)"
-        )
-
-
-def add_generators(models: Sequence[ServedModel]) -> None:
-    """Make the decoders of a bundle generate."""
-    by_entry_point = {model.bundle.entry_point.name: model for model in models}
-    for model in models:
-        facts = decoder_facts(model.bundle.entry_point)
-        encoder = by_entry_point.get(ENCODER_NAME)
-        if facts is not None:
-            _check_apart(model, facts, model.adapters.apart, model.adapters.apart)
-        if facts is not None and (encoder is not None or not facts.takes_encoder):
-            model.parts[Generator] = Generator(facts, model, encoder if facts.takes_encoder else None)
+def prompt_input(model: ServedModel) -> str:
+    """Return the name of the input of a model that holds a prompt."""
+    return next(name for name in model.interface.inputs if name.startswith("input_"))

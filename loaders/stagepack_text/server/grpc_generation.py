@@ -23,7 +23,7 @@ from stagepack_serving.server.parameters import InferenceTensor, shorten_deadlin
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_text.server.generate_request import TEXT_INPUT, read_request
-from stagepack_text.server.generator import Generator, generator_of
+from stagepack_text.server.generators import Generators, generator_of
 
 # A call of the decoder has this input; a prompt has not.
 _CALL_INPUT: Final = "cache_position"
@@ -34,7 +34,9 @@ _LENGTH: Final = struct.Struct("<I")
 
 def asks_for_generation(model: ServedModel, inference: ParsedInference) -> bool:
     """Return whether a request has a prompt, and not the inputs of one call of the model."""
-    return model.part(Generator) is not None and _CALL_INPUT not in {tensor.name for tensor in inference.message.inputs}
+    return model.part(Generators) is not None and _CALL_INPUT not in {
+        tensor.name for tensor in inference.message.inputs
+    }
 
 
 async def generate_responses(

@@ -64,6 +64,7 @@ class ServedText(BatchedText):
     Attributes:
         request: what is asked.
         parts: takes each part, or the error that ends the text.
+        reader: what has read its prompt, and decodes its tokens.
         place: that of its request, and `tokens_left` the tokens that are left of it: both as `TextAdmission` counts them.
         last_time: when the text was asked for, or has got its last token.
         has_begun: whether it has a token.
@@ -79,6 +80,7 @@ class ServedText(BatchedText):
         text_format: TextFormat | None,
         parts: asyncio.Queue[GeneratedPart | Exception],
         index: int = 0,
+        reader: object = None,
     ) -> None:
         if request.stop_strings and text_format is None:
             raise FieldError("stop", "the bundle has no tokenizer.json, so there is no text")
@@ -89,6 +91,7 @@ class ServedText(BatchedText):
         )
         self.request = request
         self.parts = parts
+        self.reader = reader
         self.place: Place | None = None
         self.tokens_left = 0
         self.last_time = time.monotonic()

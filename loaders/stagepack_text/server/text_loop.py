@@ -74,6 +74,7 @@ class TextLoop:
 
     encode: gives a text what an encoder returns for its prompt, with a version of its weights; None for a decoder without one.
     encoder: the encoder.
+    reader_of: what reads the prompts of texts of a version: one whose prompt was read by another one is refused.
 
     Attributes:
         row_count: the number of texts that are under way at most.
@@ -85,6 +86,8 @@ class TextLoop:
         facts: DecoderFacts,
         encode: Callable[[ServedText, StageVersion], Awaitable[None]] | None = None,
         encoder: ServedModel | None = None,
+        *,
+        reader_of: Callable[[StageVersion], object] = lambda _: None,
     ) -> None:
         limits = decoder.limits
         rows = min(limits.max_batch_size, facts.max_batch or limits.max_batch_size) if facts.moves_rows else 1
@@ -93,6 +96,7 @@ class TextLoop:
         self._decoder = decoder
         self._facts = facts
         self._encode = encode
+        self._reader_of = reader_of
         self._encoder = encoder or decoder
         self._waiting = ClientQueue()
         self._new_batch = functools.partial(TextBatch[ServedText], facts, rows, self._waiting, is_alone=lane_count == 1)
@@ -182,9 +186,9 @@ class TextLoop:
                 if not len(lane):
                     self._take_newest(lane)
                 async with self._decoder.reserve_sequence(self._weights[lane]) as sequence:
+                    self._end_refused_texts(lane)
                     if self._encode is not None and isinstance(lane, TextSequence) and lane.text is not None:
                         await self._encode(lane.text, self._encoder_weights[lane])
-                    self._end_refused_texts(lane)
                     while (call := lane.next_call()) is not None:
                         for text in call.texts.values():
                             text.weights = self._weights[lane]
@@ -218,19 +222,29 @@ class TextLoop:
         self._weights[lane], self._encoder_weights[lane] = self._decoder.weights_with(self._encoder)
 
     def _end_refused_texts(self, lane: _Lane) -> None:
-        """End the texts that cannot begin in the next call: their adapter was unloaded since they were asked for, or it is too late."""
+        """End the texts that cannot begin in the next call: the model has changed since they were asked for, or it is too late."""
         self.follow_weights()
-        names = self._weights[lane].adapters.names
         takes_waiting = len(lane) < lane.most_texts and lane in self._batches
         for text in (*lane.beginning, *(self._waiting if takes_waiting else ())):
-            if text.adapter is not None and text.adapter not in names:
+            if (refusal := self._refusal(text, self._weights[lane])) is not None:
                 self._waiting.remove(text)
-                message = f"{self._decoder.name}: adapter: {text.adapter!r} was unloaded before the text began"
-                self._end(lane, text, BadRequestError(message))
+                self._end(lane, text, refusal)
         if self._waiting and len(lane) < lane.most_texts:
             for text, error in self._admission.late_texts(self._waiting).items():
                 self._waiting.remove(text)
                 self._end(lane, text, error)
+
+    def _refusal(self, text: ServedText, weights: StageVersion) -> RequestError | None:
+        """Why a text cannot begin with a version; None if it can."""
+        if text.reader is not self._reader_of(weights):
+            changed = (
+                "the tokenizer, the chat template or the settings of generation were updated before the text began"
+            )
+            return RequestError(RequestStatus.STAGE_LOST, f"{self._decoder.name}: {changed}: try again")
+        if text.adapter is not None and text.adapter not in weights.adapters.names:
+            message = f"{self._decoder.name}: adapter: {text.adapter!r} was unloaded before the text began"
+            return BadRequestError(message)
+        return None
 
     def _begin_again(self, lane: _Lane, error: RequestError) -> None:
         """After a call that failed, find the text that it fails for. The texts are read again in a new sequence."""

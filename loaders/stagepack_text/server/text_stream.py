@@ -21,6 +21,8 @@ _REPLACEMENT: Final = "\ufffd"
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _TEMPLATE: Final = "chat_template.jinja"
+# What is read beside the tokenizer.
+FORMAT_FILES: Final = (_TOKENIZER_CONFIG, _SPECIAL_TOKENS, _TEMPLATE)
 
 
 class TextStream:
