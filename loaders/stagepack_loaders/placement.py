@@ -2,26 +2,20 @@
 
 import itertools
 import logging
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from msgspec import structs
 
-from stagepack.errors import DeviceError, OptionError
-from stagepack.format.graph import value_bytes
+from stagepack.errors import OptionError
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import example_sizes
 from stagepack.named_adapters import with_adapters
-from stagepack.partition.costs import REFERENCE_LINK
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack.partition.links import parse_links
-from stagepack.partition.placement import Placement, place
-from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
-from stagepack.partition.target_devices import TargetDevice, described_devices
-from stagepack_loaders.base import Runtime
+from stagepack.partition.placement import Placement, equal_shares, place
+from stagepack.partition.target_devices import TargetDevice, described_devices, devices_of_processes, divided_cpus
 from stagepack_loaders.options import AUTO, LoadOptions, PlacementOptions
 from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
 
@@ -57,7 +51,7 @@ def place_bundle(
     In this process, stages are joined if the caller names several devices, but fewer than stages, or says how to place them.
 
     process_count: the number of processes; None for this one.
-    own_devices: what ``"auto"`` chooses from, one for each process; None for the devices of this machine.
+    own_devices: the device of each process as a whole, with its host; None for the devices of this machine.
     """
     stage_count = len(bundle.stages)
     runtimes = runtime_of_each_stage(options.runtime, bundle)
@@ -123,45 +117,36 @@ def _place(
     bundle: Bundle, options: LoadOptions, process_count: int | None, own_devices: Sequence[TargetDevice] | None
 ) -> Placement:
     """Choose the stages of each device."""
-    given = options.placement
-    if own_devices is None:
-        runtime = import_runtime(runtime_of_each_stage(options.runtime, bundle)[0].name)
-        targets = _target_devices(options, runtime, process_count)
-    else:
-        targets = list(own_devices)
+    given, is_auto = options.placement, AUTO in options.devices
+    targets = list(own_devices or target_devices(bundle, options, process_count))
+    if is_auto and process_count is not None:
+        targets = divided_cpus(targets)
     targets = described_devices(bundle, targets, memory=given.memory, speeds=given.speeds, profiles=given.profiles)
-    counts = given.stages_per_device or None
     return place(
         bundle.entry_point,
         targets,
         files=bundle.files.values(),
         links=parse_links(given.links),
-        stages_per_device=counts,
+        stages_per_device=given.stages_per_device or None,
         # In this process, a caller of all devices waits for one call after another.
-        pipelined=process_count is not None or AUTO not in options.devices,
+        pipelined=process_count is not None or not is_auto,
     )
 
 
-def _target_devices(options: LoadOptions, runtime: Runtime, process_count: int | None) -> list[TargetDevice]:
-    """The devices to choose from: one for each process, if there are several."""
-    if AUTO in options.devices:
+def target_devices(bundle: Bundle, options: LoadOptions, process_count: int | None) -> list[TargetDevice]:
+    """Return the devices to choose from: one for each process, if there are several, each as a whole."""
+    runtime = import_runtime(runtime_of_each_stage(options.runtime, bundle)[0].name)
+    is_auto = AUTO in options.devices
+    if is_auto:
         if len(options.devices) > 1:
             raise OptionError(f"devices: expected {AUTO!r} alone, or devices, found {options.devices}")
         targets = runtime.own_devices()
-        if process_count is not None and len(targets) < process_count:  # further processes are on the CPU
-            targets += [targets[-1]] * (process_count - len(targets))
-        return targets[:process_count]
-    if process_count is None:
-        for device in options.devices:  # one that gets no stages is looked for, too
-            runtime.parse_device(device)
-    targets = [TargetDevice(name=str(device)) for device in options.devices]
-    if process_count is None or len(targets) == process_count:
-        return targets
-    if len(targets) > 1:
-        raise OptionError(
-            f"devices: expected one device, or one for each of {process_count} processes, found {len(targets)}"
-        )
-    return targets * process_count
+    else:
+        if process_count is None:
+            for device in options.devices:  # one that gets no stages is looked for, too
+                runtime.parse_device(device)
+        targets = [TargetDevice(name=str(device)) for device in options.devices]
+    return targets if process_count is None else devices_of_processes(targets, process_count, is_auto=is_auto)
 
 
 def place_stages(entry_point: EntryPoint, devices: Sequence[Device]) -> list[Device]:
@@ -170,33 +155,5 @@ def place_stages(entry_point: EntryPoint, devices: Sequence[Device]) -> list[Dev
     With fewer devices than stages, consecutive stages share one, so that the largest time of a device is as small as possible. The
     times of the stages are those that the plan of the bundle estimates; without a plan, in proportion to the bytes of their weights.
     """
-    stages = entry_point.stages
-    if not 1 <= len(devices) <= len(stages):
-        raise DeviceError(f"expected 1 to {len(stages)} devices for {len(stages)} stages, found {len(devices)}")
-    starts = split_sequence(_cost_sequence(entry_point), [1.0] * len(devices), [None] * len(devices))
-    assert starts is not None  # there is always a split, without limits of memory
-    return [devices[bisect_right(starts, stage_number)] for stage_number in range(len(stages))]
-
-
-def _cost_sequence(entry_point: EntryPoint) -> CostSequence:
-    """The stages as items to split between devices."""
-    if entry_point.plan is None:
-        times = [stage.weight_bytes for stage in entry_point.stages]
-    else:
-        times = [stage.picoseconds for stage in entry_point.plan.stages]
-    sizes = example_sizes(entry_point.symbols)
-    return CostSequence(
-        times=[max(1, time) for time in times],
-        transfers=[
-            SharedCost(
-                cost=REFERENCE_LINK.sending_time(value_bytes(edge, sizes)),
-                users=edge.consumers,
-                producer=-1 if edge.producer is None else edge.producer,
-            )
-            for edge in entry_point.edges
-            if edge.consumers
-        ],
-        weights=[],
-        working_bytes=[0] * len(times),
-        split_positions=range(1, len(times)),
-    )
+    counts = equal_shares(entry_point, len(devices))
+    return [device for device, count in zip(devices, counts, strict=True) for _ in range(count)]

@@ -51,7 +51,20 @@ class PlacementFlags:
         "--device",
     )
     one_at_a_time: bool = only_with(
-        flag("--one-at-a-time", "Make one call as short as possible, where no other call is on its way meanwhile."),
+        flag(
+            "--one-at-a-time",
+            "Make one call as short as possible, where no other call is on its way meanwhile, as --device auto does without --processes.",
+        ),
+        "--device",
+    )
+    processes: int | None = only_with(
+        flag(
+            "--processes N",
+            "Place the stages on N processes of one machine, as 'stagepack load --processes N' does: each --device is that of one process, "
+            "or one is that of all.",
+            default_text="all devices in one process",
+            type=click.IntRange(1),
+        ),
         "--device",
     )
 
@@ -59,6 +72,11 @@ class PlacementFlags:
     def is_auto(self) -> bool:
         """Whether the devices are those of this machine, which torch knows."""
         return _AUTO in self.devices
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether several calls are on their way at a time."""
+        return not self.one_at_a_time and (self.processes is not None or not self.is_auto)
 
     def link_of_name(self) -> "dict[str, Link]":
         """Return the links of `--link`."""
@@ -70,7 +88,13 @@ class PlacementFlags:
         self, bundle: Bundle, memory: Sequence[str], speeds: Sequence[float], profiles: Sequence[str]
     ) -> "list[TargetDevice]":
         """Return the devices with their memory, their speeds and their profiles, which are those of other options."""
-        from stagepack.partition.target_devices import TargetDevice, described_devices  # noqa: PLC0415 - as above
+        from stagepack.partition.target_devices import (  # noqa: PLC0415 - as above
+            TargetDevice,
+            check_process_count,
+            described_devices,
+            devices_of_processes,
+            divided_cpus,
+        )
 
         if self.is_auto:
             if len(self.devices) > 1:
@@ -81,22 +105,31 @@ class PlacementFlags:
         else:
             names = (text.rpartition("/")[::2] for text in self.devices)
             devices = [TargetDevice(name=name, host=host) for host, name in names]
+        if self.processes is not None:
+            check_process_count(self.processes, len(bundle.stages))
+            devices = devices_of_processes(devices, self.processes, is_auto=self.is_auto)
+            devices = divided_cpus(devices) if self.is_auto else devices
         return described_devices(bundle, devices, memory=memory, speeds=speeds, profiles=profiles)
 
 
-def plan_placement(bundle: Bundle, devices: "list[TargetDevice]", options: PlacementFlags) -> dict[str, Any]:
-    """Return the facts of the placement of the stages of a bundle."""
+def plan_placement(
+    bundle: Bundle, devices: "list[TargetDevice]", options: PlacementFlags, *, is_described: bool
+) -> dict[str, Any]:
+    """Return the facts of the placement of the stages of a bundle; `is_described`: the caller says more of the devices than their names."""
     from stagepack.partition.links import DEFAULT_LINKS, link_costs, link_text  # noqa: PLC0415 - numpy, after the checks
-    from stagepack.partition.placement import improvements, place  # noqa: PLC0415 - the same
+    from stagepack.partition.placement import equal_shares, improvements, place  # noqa: PLC0415 - the same
 
-    links, files, pipelined = options.link_of_name(), bundle.files.values(), not options.one_at_a_time
+    links, files, pipelined = options.link_of_name(), bundle.files.values(), options.pipelined
     entry_point = bundle.entry_point
+    counts: Sequence[int] | None = options.stages_per_device
+    if not (is_described or options.is_auto or options.links or options.one_at_a_time or counts):
+        counts = equal_shares(entry_point, len(devices))  # as `stagepack.load` does then
     placement = place(
         entry_point,
         devices,
         files=files,
         links=links,
-        stages_per_device=options.stages_per_device,
+        stages_per_device=counts,
         pipelined=pipelined,
     )
     better = improvements(entry_point, devices, placement, files=files, links=links, pipelined=pipelined)

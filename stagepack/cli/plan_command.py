@@ -151,7 +151,8 @@ def _show_placement(options: _Options) -> None:
     cut = options.cut
     bundle = open_argument(options.source, *(["torch"] if options.placement.is_auto else []))
     devices = options.placement.target_devices(bundle, cut.memory_sizes, cut.speeds, cut.profile_names)
-    facts = plan_placement(bundle, devices, options.placement)
+    is_described = bool(cut.memory_sizes or cut.speeds or cut.profile_names)
+    facts = plan_placement(bundle, devices, options.placement, is_described=is_described)
     if options.output_format == "json":
         print_json(facts)
     else:

@@ -11,12 +11,12 @@ from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.quantities import format_bytes, format_time
 from stagepack.format.shapes import example_sizes
-from stagepack.partition.costs import LinkCosts
+from stagepack.partition.costs import REFERENCE_LINK, LinkCosts
 from stagepack.partition.grouping import group_stages, group_with_least_excess
 from stagepack.partition.links import DEFAULT_LINKS, Link, link_costs
 from stagepack.partition.part_costs import DeviceCosts, StageCosts, part_times
 from stagepack.partition.shared_weights import weight_costs
-from stagepack.partition.solver import SharedCost
+from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
 from stagepack.partition.target_devices import TargetDevice, planned_stages, stage_times
 
 # 512 stages over as many devices take 10 s and 0.5 GB.
@@ -161,6 +161,43 @@ def place(
     if stages_per_device is not None:
         left_out = (replace(device, reason="stages_per_device gives it none") for device in left_out)
     return replace(placement, left_out=tuple(left_out))
+
+
+def equal_shares(entry_point: EntryPoint, device_count: int) -> list[int]:
+    """Return the number of stages of each of several equal devices, all of which have some, so that the slowest is as fast as possible.
+
+    The times of the stages are those that the plan of the bundle estimates; without a plan, in proportion to the bytes of their weights.
+    """
+    stage_count = len(entry_point.stages)
+    if not 1 <= device_count <= stage_count:
+        raise DeviceError(f"expected 1 to {stage_count} devices for {stage_count} stages, found {device_count}")
+    starts = split_sequence(_cost_sequence(entry_point), [1.0] * device_count, [None] * device_count)
+    assert starts is not None  # there is always a split, without limits of memory
+    return [end - start for start, end in itertools.pairwise((0, *starts, stage_count))]
+
+
+def _cost_sequence(entry_point: EntryPoint) -> CostSequence:
+    """The stages as items to split between devices."""
+    if entry_point.plan is None:
+        times = [stage.weight_bytes for stage in entry_point.stages]
+    else:
+        times = [stage.picoseconds for stage in entry_point.plan.stages]
+    sizes = example_sizes(entry_point.symbols)
+    return CostSequence(
+        times=[max(1, time) for time in times],
+        transfers=[
+            SharedCost(
+                cost=REFERENCE_LINK.sending_time(value_bytes(edge, sizes)),
+                users=edge.consumers,
+                producer=-1 if edge.producer is None else edge.producer,
+            )
+            for edge in entry_point.edges
+            if edge.consumers
+        ],
+        weights=[],
+        working_bytes=[0] * len(times),
+        split_positions=range(1, len(times)),
+    )
 
 
 def improvements(

@@ -5,6 +5,7 @@ of another cut are compared with the graphs.
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -82,6 +83,41 @@ class TargetDevice:
         if isinstance(self.profile, DeviceProfile):
             return LinkCosts(per_byte=_PICOSECONDS / self.profile.link_bandwidth)
         return None if self.profile is None or self.profile.link is None else profile_link(self.profile)
+
+
+def check_process_count(process_count: int, stage_count: int) -> None:
+    """Refuse more processes than stages, and none."""
+    if not 1 <= process_count <= stage_count:
+        raise OptionError(f"expected 1 to {stage_count} processes for {stage_count} stages, found {process_count}")
+
+
+def devices_of_processes(
+    devices: Sequence[TargetDevice], process_count: int, *, is_auto: bool = False
+) -> list[TargetDevice]:
+    """Return the device of each process: those that a caller names, or, with `is_auto`, those of this machine; the CPU may be several's."""
+    if is_auto:
+        return [*devices, *[devices[-1]] * (process_count - len(devices))][:process_count]
+    if len(devices) not in (1, process_count):
+        raise OptionError(
+            f"devices: expected one device, or one for each of {process_count} processes, found {len(devices)}"
+        )
+    return [*devices] if len(devices) == process_count else [*devices] * process_count
+
+
+def divided_cpus(devices: Sequence[TargetDevice]) -> list[TargetDevice]:
+    """Return the devices of processes, each CPU with the share of one process: of its memory, and of the processors, which all use."""
+    hosts = Counter(device.host for device in devices)
+    cpu_hosts = Counter(device.host for device in devices if device.name == "cpu")
+    return [
+        replace(
+            device,
+            speed=device.speed / hosts[device.host],
+            memory=device.memory // cpu_hosts[device.host] if isinstance(device.memory, int) else device.memory,
+        )
+        if device.name == "cpu"
+        else device
+        for device in devices
+    ]
 
 
 def described_devices(

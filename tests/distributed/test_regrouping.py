@@ -154,8 +154,8 @@ def test_the_same_processes_start_again_where_the_others_have_too_little_memory(
     ("flags", "placed"),
     [
         (["--device", "auto"], "stages 0 to 3 on {host}/cpu, stages 4 to 7 on {host}/cpu;"),
-        (["--placement", "3,5"], "stages 0 to 2 on cpu, stages 3 to 7 on cpu;"),
-        (["--placement", "0,8"], "stages 0 to 7 on cpu;"),
+        (["--placement", "3,5"], "stages 0 to 2 on {host}/cpu, stages 3 to 7 on {host}/cpu;"),
+        (["--placement", "0,8"], "stages 0 to 7 on {host}/cpu;"),
         (["--memory", "1GB", "--memory", "6kB"], "stages 0 to"),
     ],
     ids=str,

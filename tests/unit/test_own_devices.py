@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import stagepack
+from stagepack.errors import StageLostError
 from stagepack.format import threads
 from stagepack.format.control_groups import cpu_quota, memory_left
+from stagepack.format.reader import Bundle
 from stagepack.partition.profile import DEVICE_PROFILES, DeviceProfile
+from stagepack.partition.target_devices import TargetDevice
+from stagepack_loaders.distributed.membership import GroupOptions
+from stagepack_loaders.distributed.process_launcher import ProcessGrouping
+from stagepack_loaders.options import LoadOptions, PlacementOptions, ProcessOptions
+from stagepack_loaders.placement import place_bundle
 from stagepack_loaders.torch import devices
 from stagepack_loaders.torch.own_devices import own_cpu, own_devices
 
@@ -164,3 +172,57 @@ def test_all_gpus_are_found_with_their_free_memory(monkeypatch: pytest.MonkeyPat
     assert [device.memory_limit for device in found[:3]] == [GIB, 2 * GIB, 3 * GIB]
     assert [device.profile for device in found[:3]] == [DEVICE_PROFILES["h100"], DEVICE_PROFILES["a100"], None]
     assert math.isfinite(found[3].profile.memory_bandwidth)  # type: ignore[union-attr]
+
+
+def test_processes_of_one_host_share_its_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "memory_left", lambda: 3 * GIB)
+    bundle = chain(tmp_path)
+    placed = place_bundle(bundle, LoadOptions(devices=["auto"], placement=counts(2, 1, 1)), 3)
+    assert placed.chosen is not None
+    cpus = [part.device for part in placed.chosen.parts]
+    assert [cpu.memory_limit for cpu in cpus] == [GIB] * 3
+    assert sum(cpu.speed for cpu in cpus) == pytest.approx(1)
+    # One process of another host has the whole of it.
+    hosts = [own_cpu("a"), own_cpu("a"), own_cpu("b")]
+    placed = place_bundle(bundle, LoadOptions(devices=["auto"], placement=counts(2, 1, 1)), 3, hosts)
+    assert placed.chosen is not None
+    assert [part.device.memory_limit for part in placed.chosen.parts] == [3 * GIB // 2, 3 * GIB // 2, 3 * GIB]
+    assert [part.device.speed for part in placed.chosen.parts] == [0.5, 0.5, 1.0]
+
+
+def test_links_between_the_hosts_of_named_devices_count(tmp_path: Path) -> None:
+    hosts = [TargetDevice(name="cpu", host=host) for host in "ab"]
+    bundle, used = chain(tmp_path), []
+    for link in ("host=1/s,rtt=10s", "host=1TB/s,rtt=0s"):
+        options = LoadOptions(devices=["cpu"], placement=PlacementOptions(links=[link]))
+        placed = place_bundle(bundle, options, 2, hosts)
+        assert placed.chosen is not None
+        used.append(len(placed.chosen.parts))
+    assert used == [1, 2]
+
+
+def test_the_device_of_a_lost_process_is_not_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = chain(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
+    load = LoadOptions(devices=["auto"], placement=counts(2, 1, 1))
+    asked = GroupOptions(load=load, processes=ProcessOptions(max_restarts=1, on_loss="regroup"))
+    grouping = ProcessGrouping(bundle, 3, asked)
+    _, running = grouping.placed_group()
+    assert grouping.leave_out(running, StageLostError("", stages=(1,)), set())
+    assert set(grouping.placed.options.devices) <= {"cuda:0", "cuda:2"}
+    assert grouping.placed.chosen is not None
+    names = [part.device.name for part in grouping.placed.chosen.parts]
+    assert [*names, *(left.device.name for left in grouping.placed.chosen.left_out)] == ["cuda:0", "cuda:2"]
+
+
+def chain(folder: Path) -> Bundle:
+    """A bundle of four equal stages."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    return stagepack.export(layers, (torch.ones(2, 64),), out=folder / "m.stagepack", split_at=["1", "2", "3"])
+
+
+def counts(*stages: int) -> PlacementOptions:
+    return PlacementOptions(stages_per_device=stages)

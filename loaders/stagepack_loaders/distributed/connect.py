@@ -59,9 +59,8 @@ from stagepack_loaders.options import (
     device_list,
     folder_name,
 )
-from stagepack_loaders.placement import PlacedBundle
+from stagepack_loaders.placement import PlacedBundle, target_devices
 from stagepack_loaders.preparation import open_for_loading
-from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
 
 _CONNECTIONS = itertools.count()
 
@@ -168,7 +167,8 @@ def connect_launched(
         _check_size(opened_bundle, launched_size())
         failures = open_failures(processes.start_seconds, connection)
         seat = launched_seat(processes.start_seconds, str(connection))
-        own_devices = _devices_of_processes(opened_bundle, seat, group) if AUTO in options.devices else None
+        has_choice = AUTO in options.devices or options.placement.is_given
+        own_devices = _devices_of_processes(opened_bundle, seat, group) if has_choice else None
         placed, group = place_group(opened_bundle, seat.size, group, own_devices)
         group = structs.replace(group, address=chosen_address(launched_address()))
         opened_bundle = placed.bundle
@@ -203,13 +203,13 @@ class _DeviceReport(Struct, frozen=True, kw_only=True):
 
 
 def _devices_of_processes(bundle: Bundle, seat: Seat, group: GroupOptions) -> list[TargetDevice]:
-    """The device of each process, which they tell each other: the GPU of its number on its host, else a share of the CPU."""
-    runtime = import_runtime(runtime_of_each_stage(group.load.runtime, bundle)[0].name)
-    *gpus, cpu = runtime.own_devices()
-    local_rank, local_size = local_place()
-    device = gpus[local_rank] if local_rank < len(gpus) else replace(cpu, speed=1 / local_size)
-    if device.name == "cpu" and isinstance(device.memory, int):
-        device = replace(device, memory=device.memory // local_size)
+    """The device of each process, which they tell each other: what the caller names, or the GPU of its number on its host, else the CPU."""
+    devices = target_devices(bundle, group.load, None if AUTO in group.load.devices else seat.size)
+    if AUTO in group.load.devices:
+        local_rank, _ = local_place()
+        device = devices[min(local_rank, len(devices) - 1)]
+    else:
+        device = devices[seat.rank]
     device, profile = replace(device, host=host_name(), profile=None), device.profile
     report = _DeviceReport(
         device=msgspec.to_builtins(device), profile=None if profile is None else msgspec.to_builtins(profile)

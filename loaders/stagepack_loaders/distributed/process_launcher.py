@@ -6,17 +6,18 @@ import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
 from stagepack.adapter.adapted_bundle import AdaptedBundle
-from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError
+from stagepack.errors import DeviceError, GroupError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
 from stagepack.named_adapters import adapter_texts, named_adapters, open_for_bundle
 from stagepack.partition.placement import Placement
+from stagepack.partition.target_devices import TargetDevice, check_process_count
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import Seat, find_lost_connection, find_start_error
@@ -35,7 +36,8 @@ from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import ProcessDescription
 from stagepack_loaders.distributed.status import ProcessEnd, exit_text, lost_error, stages_text
 from stagepack_loaders.distributed.watch import LOST_STATUS
-from stagepack_loaders.placement import PlacedBundle, current_placement, of_processes
+from stagepack_loaders.options import AUTO
+from stagepack_loaders.placement import PlacedBundle, current_placement, of_processes, target_devices
 from stagepack_loaders.python_process import module_command, module_environment
 
 _LOGGER = logging.getLogger("stagepack")
@@ -186,13 +188,12 @@ def _left_adapters(bundle: AdaptedBundle) -> AdaptedBundle | None:
     return bundle.with_others(left) if len(left) < len(bundle.adapters) else None
 
 
-def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) -> tuple[PlacedBundle, GroupOptions]:
+def over_processes(
+    bundle: Bundle, process_count: int, options: GroupOptions, own_devices: Sequence[TargetDevice] | None = None
+) -> tuple[PlacedBundle, GroupOptions]:
     """Return a bundle, and its options, over processes that a front without stages starts."""
-    if not 1 <= process_count <= len(bundle.stages):
-        raise OptionError(
-            f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"
-        )
-    placed, options = place_group(bundle, process_count, options)
+    check_process_count(process_count, len(bundle.stages))
+    placed, options = place_group(bundle, process_count, options, own_devices)
     # A process without stages is not started.
     ranks = {process: rank for rank, process in enumerate(dict.fromkeys(placed.processes), start=FRONT_RANK + 1)}
     return placed, structs.replace(options, rank_of_stage=tuple(ranks[process] for process in placed.processes))
@@ -207,7 +208,10 @@ class ProcessGrouping:
 
     def __init__(self, bundle: Bundle, process_count: int, asked: GroupOptions) -> None:
         self._bundle, self._process_count, self._asked = bundle, process_count, asked
-        self.placed, self._placed_options = over_processes(bundle, process_count, asked)
+        check_process_count(process_count, len(bundle.stages))
+        # The devices of "auto" are looked for once: the device of a lost process stays away.
+        self._own_devices = target_devices(bundle, asked.load, process_count) if AUTO in asked.load.devices else None
+        self.placed, self._placed_options = over_processes(bundle, process_count, asked, self._own_devices)
 
     def placed_group(self) -> tuple[Bundle, GroupOptions]:
         """Return the bundle in the stages that the processes run, and its options."""
@@ -235,12 +239,13 @@ class ProcessGrouping:
             return False
         load = of_processes(self._asked.load, self._process_count, left)
         asked, process_count = structs.replace(self._asked, load=load), len(left)
+        own_devices = None if self._own_devices is None else [self._own_devices[process] for process in left]
         try:
-            self.placed, self._placed_options = over_processes(self._bundle, process_count, asked)
+            self.placed, self._placed_options = over_processes(self._bundle, process_count, asked, own_devices)
         except DeviceError as error:
             _LOGGER.warning("%s: the same processes start again: %s", self._bundle.location, error)
             return False
-        self._asked, self._process_count = asked, process_count
+        self._asked, self._process_count, self._own_devices = asked, process_count, own_devices
         return True
 
 
