@@ -57,6 +57,10 @@ class OptionError(StagepackError, ValueError):
     """An option has a value that does not exist, or contradicts another option. Change the call."""
 
 
+class UnchangedError(OptionError):
+    """The new version of a bundle is the bundle itself, so that no delta is written. Every process of a training raises it. Go on."""
+
+
 # Ends the message of an error whose further lines are a file to start from.
 STARTING_FILE_MARK: Final = "pass --inputs inputs.py:inputs\n\n"
 

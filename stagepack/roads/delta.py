@@ -19,7 +19,7 @@ from stagepack.deltas.document import (
     is_weight_version,
 )
 from stagepack.deltas.encoding import EncodedFile, FileVersions, Segment, plain_segments, weight_segments
-from stagepack.errors import OptionError, StagepackError
+from stagepack.errors import OptionError, StagepackError, UnchangedError
 from stagepack.format.bundle_files import read_document
 from stagepack.format.chunk_reads import Fill
 from stagepack.format.chunks import File
@@ -72,7 +72,8 @@ def write_delta(
 
     Raises:
         NotABundleError, VersionError, DigestError, FormatError: see `stagepack.open`.
-        OptionError: both bundles are the same one, or the version is too long.
+        UnchangedError: both bundles are the same one: nothing has changed.
+        OptionError: the version is too long.
         CaptureError: the weights do not fit the graphs.
         OutputExistsError: `out` exists, and `overwrite` is not given, or it is no delta.
         WriteError: the delta cannot be written.
@@ -120,7 +121,7 @@ def _finish(
     check_version_name(version)
     result_digest = stated_and_actual_digest(result)[1]
     if result_digest == base.digest:
-        raise OptionError(
+        raise UnchangedError(
             f"{base.location}: the new version is the same bundle, {result_digest}: there is nothing to write"
         )
     writer.write_file(RESULT_NAME, [result])

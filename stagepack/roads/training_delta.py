@@ -16,7 +16,7 @@ from stagepack.capture.checkpoint import read_checkpoint
 from stagepack.capture.module_checkpoint import shown
 from stagepack.deltas.document import ChangedFile
 from stagepack.deltas.encoding import EncodedFile, data_file_name
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, UnchangedError
 from stagepack.format.chunks import File
 from stagepack.format.file_writing import synchronize, write_pieces
 from stagepack.format.reader import Bundle
@@ -63,11 +63,15 @@ def write_training_changes(
         texts = in_all_processes(training, lambda: own.write(names))
 
         def put_in_place() -> str:
-            if writers:
-                finish(writers[0], *_collect(bundle, writers[0], folder, texts))
+            try:
+                if writers:
+                    finish(writers[0], *_collect(bundle, writers[0], folder, texts))
+            except UnchangedError as error:
+                return str(error)
             return ""
 
-        in_all_processes(training, put_in_place)
+        if unchanged := in_all_processes(training, put_in_place)[0]:
+            raise UnchangedError(unchanged)
 
 
 def writer_of_files(tensors_of_file: Mapping[str, Collection[str]], names: Sequence[Collection[str]]) -> dict[str, int]:
