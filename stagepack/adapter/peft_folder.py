@@ -1,9 +1,10 @@
 """The folder of an adapter of peft: its settings, and where its tensors are in ``adapter_model.safetensors``. Nothing is computed."""
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -43,9 +44,17 @@ _TENSOR = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.(?P<part>weight|bias))?"
 )
 # A pattern of peft is a regular expression. Patterns with a repeated group, or with several repetitions, could match without end.
-_REPEATED_GROUP = re.compile(r"\)[*+{?]")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPETITION = re.compile(r"[*+{]")
+_OPTIONAL = re.compile(r"(?<!\()\?")
 _MOST_REPETITIONS: Final = 2
+# Paths through the alternatives of a pattern, such as (q|v)_proj, and through what is optional.
+_MOST_PATHS: Final = 4096
+_MOST_PATTERNS: Final = 1000
+# The number that peft has for "r" and "lora_alpha".
+_DEFAULT_NUMBER: Final = 8
+# Steps of the matching of all patterns with all modules: about 1 s. Ten patterns with two repetitions take 7e7 for a Llama of 126 layers.
+_MOST_STEPS: Final = 3 * 10**8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +101,10 @@ def read_peft_folder(folder: Path) -> PeftAdapter:
             replaced[weight_name] = tensor
             continue
         kind = match["kind"].replace("embedding_", "")
+        if len(match["module"]) > limits.NAME_CHARACTERS:
+            raise AdapterError(
+                f"{folder}: expected names of at most {limits.NAME_CHARACTERS} characters, found {len(name)}: {name[:80]}..."
+            )
         key = f"{kind}.bias" if match["part"] == "bias" else kind
         own = parts.setdefault(match["module"], {})
         if key in own:
@@ -99,7 +112,12 @@ def read_peft_folder(folder: Path) -> PeftAdapter:
         own[key] = tensor
         if match["kind"] != kind:
             own["embedding"] = tensor
-    changes = {module: _change(folder, module, own, settings) for module, own in parts.items()}
+    numbers = {
+        field: _ModuleNumbers(folder, settings, field, pattern_field, parts)
+        for field, pattern_field in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+    }
+    uses_root = bool(settings.get("use_rslora"))
+    changes = {module: _change(folder, module, own, numbers, uses_root=uses_root) for module, own in parts.items()}
     if not changes and not replaced:
         raise AdapterError(f"{folder}: {PEFT_TENSORS_NAME} has no tensors")
     return PeftAdapter(path=folder / PEFT_TENSORS_NAME, changes=changes, replaced=replaced)
@@ -165,10 +183,28 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise AdapterError(f"{path}: {key[:120]}: expected floats, found {tensor.dtype}")
         if tensor.end > file_size:
             raise AdapterError(f"{path}: {key[:120]} ends at byte {tensor.end}, the file at {file_size}")
+    _check_apart(path, tensors)
     return tensors
 
 
-def _change(folder: Path, module: str, own: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> PeftChange:
+def _check_apart(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors that share bytes, as every reader of safetensors does."""
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
+    for (name, tensor), (other_name, other) in itertools.pairwise(ordered):
+        if other.start < tensor.end:
+            raise AdapterError(
+                f"{path}: {name[:120]} and {other_name[:120]} have bytes {other.start} to {tensor.end} both"
+            )
+
+
+def _change(
+    folder: Path,
+    module: str,
+    own: Mapping[str, StoredTensor],
+    numbers: "Mapping[str, _ModuleNumbers]",
+    *,
+    uses_root: bool,
+) -> PeftChange:
     """The change of a module, from its tensors."""
     where = f"{folder}: {module[:120]}"
     if "lora_A" not in own or "lora_B" not in own:
@@ -185,12 +221,12 @@ def _change(folder: Path, module: str, own: Mapping[str, StoredTensor], settings
         raise AdapterError(
             f"{where}: expected lora_A [rank, in] and lora_B [out, rank], found {list(a.shape)} and {list(b.shape)}"
         )
-    stated = _setting_of(folder, module, settings, "rank_pattern", "r", 8)
+    stated = numbers["r"].of(module)
     if stated != rank:
         raise AdapterError(f"{where}: {PEFT_SETTINGS_NAME} states the rank {stated}, its tensors have {rank}")
-    alpha = _setting_of(folder, module, settings, "alpha_pattern", "lora_alpha", 8)
+    alpha = numbers["lora_alpha"].of(module)
     try:
-        scale = float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        scale = float(alpha) / (math.sqrt(rank) if uses_root else rank)
     except OverflowError:
         scale = math.inf
     if not math.isfinite(scale):
@@ -201,32 +237,68 @@ def _change(folder: Path, module: str, own: Mapping[str, StoredTensor], settings
     return PeftChange(a=a, b=b, bias=own.get("lora_B.bias"), scale=scale, is_embedding=is_embedding)
 
 
-def _setting_of(
-    folder: Path, module: str, settings: Mapping[str, Any], pattern_field: str, field: str, default: int
-) -> float:
-    """A number for a module: that of the first pattern that matches the end of its path, or that of all modules."""
-    patterns = settings.get(pattern_field) or {}
-    value = settings.get(field, default)
-    if not isinstance(patterns, dict):
-        raise AdapterError(f"{folder}: {pattern_field}: expected an object, found {type(patterns).__name__}")
-    for pattern, stated in patterns.items():
-        if _matches(folder, pattern, module):
-            value = stated
-            break
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise AdapterError(f"{folder}: {field}: expected a number, found {json.dumps(value)[:80]}")
-    return value
+class _ModuleNumbers:
+    """A number for each module: that of the first pattern that matches the end of its path, or that of all modules."""
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], field: str, pattern_field: str, modules: Collection[str]
+    ) -> None:
+        self._folder, self._field = folder, field
+        self._default = settings.get(field, _DEFAULT_NUMBER)
+        patterns = settings.get(pattern_field) or {}
+        if not isinstance(patterns, dict):
+            raise AdapterError(f"{folder}: {pattern_field}: expected an object, found {type(patterns).__name__}")
+        self._position = {pattern: position for position, pattern in enumerate(patterns)}
+        self._values = list(patterns.values())
+        # Names; a dot stands for itself in all names that occur.
+        expressions = [pattern for pattern in patterns if not re.fullmatch(r"[\w.]+", pattern)]
+        if len(expressions) > _MOST_PATTERNS:
+            raise AdapterError(
+                f"{folder}: {pattern_field}: expected at most {_MOST_PATTERNS} patterns, found {len(expressions)}"
+            )
+        self._expressions = [(self._position[pattern], _compile(folder, pattern)) for pattern in expressions]
+        steps = sum(
+            _path_count(pattern) * (1 + module.count(".")) * len(module) ** len(_REPETITION.findall(pattern))
+            for pattern in expressions
+            for module in modules
+        )
+        if steps > _MOST_STEPS:
+            raise AdapterError(
+                f"{folder}: {pattern_field}: expected patterns that {len(modules)} modules match in {_MOST_STEPS:.0e} steps, found "
+                f"{steps:.0e}: write the names of modules in their place"
+            )
+
+    def of(self, module: str) -> float:
+        """Return the number of a module."""
+        parts = module.split(".")
+        positions = [self._position.get(".".join(parts[start:])) for start in range(len(parts))]
+        positions += [position for position, expression in self._expressions if expression.match(module)]
+        first = min((position for position in positions if position is not None), default=None)
+        value = self._default if first is None else self._values[first]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise AdapterError(f"{self._folder}: {self._field}: expected a number, found {json.dumps(value)[:80]}")
+        return value
 
 
-def _matches(folder: Path, pattern: str, module: str) -> bool:
-    if re.fullmatch(r"[\w.]+", pattern):  # a name; a dot stands for itself in all names that occur
-        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+def _path_count(pattern: str) -> int:
+    """An upper bound of the paths through a pattern: its groups follow each other, and alternatives of one do not."""
+    alternatives = math.prod(1 + part.count("|") for part in pattern.split("("))
+    return int(alternatives) << len(_OPTIONAL.findall(pattern))
+
+
+def _compile(folder: Path, pattern: str) -> re.Pattern[str]:
+    """Compile a pattern whose matching ends."""
     repetitions = len(_REPETITION.findall(pattern))
     if len(pattern) > limits.NAME_CHARACTERS or _REPEATED_GROUP.search(pattern) or repetitions > _MOST_REPETITIONS:
         raise AdapterError(
             f"{folder}: expected a pattern with at most {_MOST_REPETITIONS} repetitions and no repeated group, found {pattern[:80]!r}"
         )
+    if _path_count(pattern) > _MOST_PATHS:
+        raise AdapterError(
+            f"{folder}: expected a pattern with at most {_MOST_PATHS} paths through its alternatives and optional parts, found "
+            f"{pattern[:80]!r}: write the names of modules in its place"
+        )
     try:
-        return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    except re.error as error:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, OverflowError, RecursionError) as error:
         raise AdapterError(f"{folder}: the pattern {pattern[:80]!r} is no regular expression: {error}") from None

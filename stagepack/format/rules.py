@@ -1,9 +1,11 @@
 """What the rules of several files share: names, strict JSON (SPEC E1, E2), and the error that reports what is broken."""
 
 import collections
+import contextlib
 import itertools
 import json
 import keyword
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,8 +99,28 @@ def parse_json(content: bytes, file_name: str) -> Any:
 
     with typed_errors(file_name, "JSON"):
         # msgspec is stricter than json, but accepts duplicate keys.
-        msgspec.json.decode(content)
+        try:
+            msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise type(error)(f"{error}{_infinite_field(content)}") from None
         return json.loads(content.decode(), object_pairs_hook=unique_keys, parse_int=_parse_integer)
+
+
+def _infinite_field(content: bytes) -> str:
+    """Say which field of JSON has a number that no float holds; nothing if the content is malformed in another way."""
+    names = list[str]()
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        names.extend(
+            name
+            for name, value in pairs
+            for number in (value if isinstance(value, list) else [value])
+            if isinstance(number, float) and not math.isfinite(number)
+        )
+
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(content, object_pairs_hook=note, parse_int=float)
+    return f": the field {names[0][:80]!r} has a number that no float holds: expected a finite one" if names else ""
 
 
 def _parse_integer(text: str) -> int:

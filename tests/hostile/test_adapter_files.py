@@ -73,6 +73,17 @@ def tensors(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def unending(pattern: str, module: str = "a" * 60) -> Callable[[Path], None]:
+    """Add a module with a long name, and a pattern that takes long to match it."""
+
+    def change(folder: Path) -> None:
+        pair = {"lora_A.weight": torch.zeros(2, 8), "lora_B.weight": torch.zeros(6, 2)}
+        tensors(**{f"{module}.{name}": tensor for name, tensor in pair.items()})(folder)
+        settings(rank_pattern={pattern: 2})(folder)
+
+    return change
+
+
 def header(fields: Any, length: int | None = None) -> Callable[[Path], None]:
     """Replace the file of the tensors by a header and 64 bytes."""
 
@@ -102,8 +113,12 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "found init_lora_weights 'pissa', which changes the weights of the base",
     ),
     "CorDA": (settings(init_lora_weights="corda"), "found init_lora_weights 'corda'"),
-    "NaN": (settings(lora_alpha="=NaN"), "adapter_config.json: not JSON"),
-    "infinity": (settings(lora_alpha="=1e999"), "Number out of range"),
+    "NaN": (settings(lora_alpha="=NaN"), "not JSON.* the field 'lora_alpha' has a number that no float holds"),
+    "infinity": (settings(lora_alpha="=1e999"), "the field 'lora_alpha' has a number that no float holds"),
+    "an infinity of an adapter of many": (
+        settings(rank_pattern='={"a": -Infinity}'),
+        "the field 'a' has a number that",
+    ),
     "an integer beyond floats": (settings(lora_alpha="=1" + "0" * 400), "expected a finite lora_alpha|not JSON"),
     "a text as alpha": (settings(lora_alpha="high"), 'lora_alpha: expected a number, found "high"'),
     "another rank": (settings(rank_pattern={}, r=3), "states the rank 3, its tensors have 2"),
@@ -111,6 +126,22 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pattern without end": (settings(alpha_pattern={"(a+)+$": 1}), "expected a pattern with at most 2 repetitions"),
     "a pattern of many repetitions": (settings(alpha_pattern={".*.*.*x": 1}), "expected a pattern with at most 2"),
     "a pattern that is none": (settings(alpha_pattern={"[": 1}), "is no regular expression"),
+    "a pattern of many optional parts": (unending("a?" * 40 + "a" * 40), "at most 4096 paths"),
+    "a pattern of many alternatives": (unending("(a|aa|b)" * 40), "at most 4096 paths"),
+    "patterns that take many steps": (
+        unending("[a.]*[a.]*b", module=".".join("a" * 512)),
+        "rank_pattern: expected patterns that 2 modules match in 3e\\+08 steps, found",
+    ),
+    "patterns of many names": (
+        settings(alpha_pattern={f"a*{number}": 1 for number in range(1001)}),
+        "alpha_pattern: expected at most 1000 patterns, found 1001",
+    ),
+    "a repetition without end": (settings(alpha_pattern={"a{99999999999}": 1}), "is no regular expression: the repet"),
+    "a module of a long name": (unending("b", module="a" * 1025), "expected names of at most 1024 characters"),
+    "tensors with the same bytes": (
+        header({f"{PREFIX}first.lora_{letter}.weight": ENTRY for letter in "AB"}),
+        r"first\.lora_A\.weight and .*first\.lora_B\.weight have bytes \d+ to \d+ both",
+    ),
     "settings that are a list": (lambda folder: (folder / SETTINGS).write_text("[]"), "expected an object, found list"),
     "a key twice": (lambda folder: (folder / SETTINGS).write_text('{"r": 1, "r": 2}'), "duplicate key 'r'"),
     "one of a pair": (tensors(first__lora_B__weight=None), "expected a pair lora_A and lora_B, found lora_A alone"),
