@@ -73,7 +73,7 @@ def tensors(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def unending(pattern: str, module: str = "a" * 60) -> Callable[[Path], None]:
+def unending(pattern: str, module: str = "a" * 40) -> Callable[[Path], None]:
     """Add a module with a long name, and a pattern that takes long to match it."""
 
     def change(folder: Path) -> None:
@@ -127,7 +127,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pattern of many repetitions": (settings(alpha_pattern={".*.*.*x": 1}), "expected a pattern with at most 2"),
     "a pattern that is none": (settings(alpha_pattern={"[": 1}), "is no regular expression"),
     "a pattern of many optional parts": (unending("a?" * 40 + "a" * 40), "at most 4096 paths"),
-    "a pattern of many alternatives": (unending("(a|aa|b)" * 40), "at most 4096 paths"),
+    "a pattern of many alternatives": (unending("(a|aa|b)" * 40 + "c"), "at most 4096 paths"),
     "patterns that take many steps": (
         unending("[a.]*[a.]*b", module=".".join("a" * 512)),
         "rank_pattern: expected patterns that 2 modules match in 3e\\+08 steps, found",
