@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +25,9 @@ from stagepack_loaders.distributed.device_groups import device_port, mark_device
 from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.routes import ConnectionLostError, Route
 from tests.distributed import bundles
-from tests.distributed.bundles import assert_gone, check_case, in_processes, process_ids
+from tests.distributed.bundles import assert_gone, check_case, in_processes, process_ids, tree_environment
 from tests.distributed.connections import gloo_channels
-from tests.distributed.launchers import Node, launched, load, reasons
+from tests.distributed.launchers import Node, free_port, launched, load, reasons
 from tests.distributed.test_drawn_updates import Load, drawn_update, versions
 from tests.distributed.test_models import DRAWING, QUICK, run_param
 from tests.distributed.test_random_kills import Kills
@@ -178,9 +180,9 @@ def test_calls_of_two_clients_with_failures_between_them(layers: Bundle) -> None
 
 
 def wide_bundle(folder: Path) -> Bundle:
-    """A model whose stages pass 1 MB on."""
+    """A model whose stages pass 4 MB on."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)).eval()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64)).eval()
     return stagepack.export(model, (torch.randn(1024, 64),), out=folder / "wide.stagepack", split_at=["1"])
 
 
@@ -191,6 +193,51 @@ def test_a_front_with_stages_takes_part(tmp_path: Path) -> None:
         for started in processes:
             assert started.process.wait(timeout=100) == 0, started.output
         assert "ran the example: 1 output, largest difference 0" in processes[0].output
+
+
+_LOSING_SCRIPT = """
+import os, sys, threading, time, torch
+import stagepack.distributed
+from stagepack.errors import StageLostError
+
+pipeline = stagepack.distributed.connect(sys.argv[1])
+if pipeline is not None:
+    assert all(facts.port.startswith("gloo ") for facts in pipeline.stage_facts)
+    x = torch.randn(1024, 64)
+    pipeline(x)
+    os.kill(pipeline.stage_facts[1].process_id, int(sys.argv[2]))
+    start = time.monotonic()
+    calls = [pipeline.submit(x) for _ in range(12)]  # more than the buffers of a socket hold
+    for call in calls:
+        assert isinstance(call.exception(timeout=30), StageLostError)
+    print(f"lost after {time.monotonic() - start:.1f} s")
+    pipeline.close()
+    assert "stages" not in [thread.name for thread in threading.enumerate()]
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_front_with_stages_outlives_a_process_that_is_lost(end: signal.Signals, tmp_path: Path) -> None:
+    bundle = wide_bundle(tmp_path)
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _LOSING_SCRIPT, str(bundle.path), str(int(end))],
+            env=tree_environment() | group | ON | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        output, _ = nodes[0].communicate(timeout=100)
+        assert nodes[0].returncode == 0, output
+        assert float(output.split("lost after ")[1].split()[0]) < 10
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
 
 
 def test_processes_that_differ_go_by_the_host(tmp_path: Path) -> None:
