@@ -171,6 +171,10 @@ class StageLostError(StagepackError):
         self.exit_status = exit_status
 
 
+class ClosedError(StageLostError):
+    """The pipeline is closed: nothing answers its calls any more. Load the bundle again."""
+
+
 class NotABundleError(StagepackError):
     """The path is not a bundle: it does not exist, or has no manifest that this user can read. Correct the path, or its permissions."""
 

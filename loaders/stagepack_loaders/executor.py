@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from stagepack.errors import StageLostError, StagepackError, repeated_error
+from stagepack.errors import ClosedError, StageLostError, StagepackError, repeated_error
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
@@ -183,6 +183,15 @@ class Executor(ABC):
         """Return what the processes of the stages report about themselves, by rank. Default: none, for stages in this process."""
         return {}
 
+    def check_open(self) -> None:
+        """Refuse to do anything when the executor is closed.
+
+        Raises:
+            ClosedError: it is.
+        """
+        if isinstance(self.lost, ClosedError):
+            raise repeated_error(self.lost)
+
     def refuse_waiting(self) -> None:  # noqa: B027 - a default
         """Refuse to wait for an answer in a thread that answers calls. Default: no thread does."""
 
@@ -284,6 +293,7 @@ class LocalExecutor(Executor):
         options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """See `Executor`. Sequences of several threads take turns."""
+        self.check_open()
         if sequence is None:
             call = _Call(next(self.call_numbers), values, options.version or self.version, None, options)
         else:
@@ -293,6 +303,7 @@ class LocalExecutor(Executor):
 
     def run(self, values: dict[str, Any], sizes: Mapping[str, int], version: StageVersion) -> dict[str, Any]:
         """See `Executor`. Without a future, which takes as long as the smallest stage."""
+        self.check_open()
         call_number = next(self.call_numbers)
         for stage in version.stages.values():
             self._run_stage(stage, call_number, values, None)
@@ -309,11 +320,13 @@ class LocalExecutor(Executor):
 
     def reset_state(self) -> None:
         """See `Executor`."""
+        self.check_open()
         for stage in self.stages:
             stage.reset_state()
 
     def seed(self, seed: int) -> None:
         """See `Executor`."""
+        self.check_open()
         for runtime in self._runtimes:
             runtime.seed(seed)
 
@@ -328,6 +341,7 @@ class LocalExecutor(Executor):
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
         """See `Executor`. Moving values to the device of a stage counts as compute, converting them as transfer."""
+        self.check_open()
         run_trace = RunTrace(bundle=self.bundle.identity, processes={0: "process 0"})
         self.spans.start()
         try:
@@ -343,7 +357,8 @@ class LocalExecutor(Executor):
         return executor
 
     def close(self) -> None:
-        """End the threads of the lanes after the calls in flight."""
+        """End the threads of the lanes after the calls in flight. Later calls are refused."""
+        self._lost, self.has_ended = self._lost or ClosedError("the pipeline is closed"), True
         self._end()
 
     def _run_in_lane(self, call: _Call, lane_number: int) -> None:

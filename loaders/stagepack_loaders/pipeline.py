@@ -147,10 +147,12 @@ class CallablePipeline(PipelineVersions):
 
         In this process, sequences of several threads take turns; in others, they run at the same time, in different stages.
         """
+        self.executor.check_open()
         return self._sequence(self.executor.version)
 
     def sequences(self, count: int, version: StageVersion | None = None) -> list[PipelineSequence]:
         """Return several sequences on one version of the weights, the newest or another one; see `sequence`."""
+        self.executor.check_open()
         pinned = version or self.executor.version
         return [self._sequence(pinned) for _ in range(count)]
 
@@ -217,6 +219,7 @@ class CallablePipeline(PipelineVersions):
             >>> tokens = pipeline.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=50)
             >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
+        self.executor.check_open()
         pair = (self._pinned(), None) if encoder is None else pinned_together(self, encoder)
         options = {"return_logprobs": return_logprobs, "adapter": adapter}
         return pipeline_method("generate")(pair[0], inputs, attention_mask, settings, pair[1], on_tokens, **options)
@@ -252,6 +255,7 @@ class CallablePipeline(PipelineVersions):
             >>> pipeline.encode(["A cat sits on the mat.", "A kitten rests on a rug."]).shape
             torch.Size([2, 384])
         """
+        self.executor.check_open()
         return pipeline_method("encode")(self._pinned(), sentences, prompt_name, prompt, batch_size, adapter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

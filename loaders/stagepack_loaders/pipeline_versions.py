@@ -64,6 +64,7 @@ class PipelineVersions(ABC):
             >>> pipeline.update("step-2.stagepack", version="step 2").version
             'step 2'
         """
+        self.executor.check_open()
         check_weight_version(version)
         report = UpdateReport()
         with report.part("verify"):
@@ -83,8 +84,10 @@ class PipelineVersions(ABC):
             The names of the versions, and how long each part took.
 
         Raises:
+            ClosedError: the pipeline is closed.
             UpdateError: no version is kept, as after a start of lost processes: update to the bundle of the version.
         """
+        self.executor.check_open()
         if (kept := self.executor.updated.kept) is None:
             raise UpdateError(
                 f"{self.executor.bundle.location}: no version before is kept: update with keep_previous=True, or update to its bundle"
@@ -136,6 +139,7 @@ class PipelineVersions(ABC):
             >>> tokens = pipeline.generate(prompt, adapter="pirate")
             >>> pipeline.unload_adapter("pirate")
         """
+        self.executor.check_open()
         signers = require_signature or self.trusted_signers
         change = new_adapter(self.executor.bundle, adapter, name, replaces=replace, require_signature=signers)
         assert change.adapter is not None
@@ -153,6 +157,7 @@ class PipelineVersions(ABC):
             AdapterError: no adapter of this name is loaded.
             StageLostError: a process is lost.
         """
+        self.executor.check_open()
         if not isinstance(name, str):
             raise AdapterError(f"expected the name of an adapter, found {type(name).__name__}: {name!r:.80}")
         self.executor.update(AdapterChange(name=name), UpdateReport())

@@ -3,15 +3,17 @@
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import stagepack
 from stagepack.deltas.patches import MOST_DELTAS
-from stagepack.errors import DigestError, FormatError, UpdateError
+from stagepack.errors import ClosedError, DigestError, FormatError, UpdateError
 from stagepack.format.reader import Bundle
 from stagepack.remote.cache import Cache
 from stagepack.remote.cache_contents import cached_bundles
@@ -302,3 +304,37 @@ def test_processes_take_a_delta_at_a_url(versions: Versions, tmp_path: Path, mon
         places = [places_of_deltas(pipeline.bundle, GroupOptions(is_local=is_local)) for is_local in (True, False)]
         assert Path(places[0][0]).parent == tmp_path / "cache" / "bundles"
         assert places[1] == (f"{server.url}/b.delta",)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("processes", [False, 2])
+def test_a_closed_pipeline_says_so(versions: Versions, processes: bool | int) -> None:
+    pipeline: Any = stagepack.load(versions.a, processes=processes)
+    pipeline.update(versions.b, keep_previous=True)
+    sequence = pipeline.sequence()
+    pipeline.executor.close()
+
+    def trace() -> None:
+        with pipeline.trace():
+            pass
+
+    calls: tuple[Callable[[], object], ...] = (
+        partial(pipeline, X),
+        partial(sequence, X),
+        partial(pipeline.update, versions.a),
+        partial(pipeline.update, versions.b_to_c),
+        pipeline.rollback,
+        pipeline.reset_state,
+        partial(pipeline.seed, 1),
+        trace,
+        partial(pipeline.generate, [1]),
+        partial(pipeline.encode, "a"),
+        pipeline.sequence,
+        partial(pipeline.sequences, 2),
+        partial(pipeline.load_adapter, "no adapter"),
+        partial(pipeline.unload_adapter, "no adapter"),
+    )
+    for call in calls:
+        with pytest.raises(ClosedError, match="the pipeline is closed"):
+            call()
+    pipeline.executor.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
-from stagepack.errors import InputError, OptionError, StageLostError, repeated_error
+from stagepack.errors import ClosedError, InputError, OptionError, StageLostError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.meeting import StageFacts
@@ -126,7 +126,7 @@ class FrontProcess:
     @property
     def lost(self) -> StageLostError | None:
         """Why no request can be answered any more; None while all processes live."""
-        return self._watch.lost or (StageLostError("the pipeline is closed") if self._is_closed else None)
+        return self._watch.lost or (ClosedError("the pipeline is closed") if self._is_closed else None)
 
     @property
     def stage_facts(self) -> tuple[StageFacts, ...]:
@@ -214,7 +214,7 @@ class FrontProcess:
                 return False
             with self._cancel_lock:
                 self._is_closed = True
-            self.staging.fail(StageLostError("the pipeline is closed"))
+            self.staging.fail(ClosedError("the pipeline is closed"))
             if self._watch.lost is None:
                 self._watch.expect_close()
                 self._send_command(self._next_message(ControlKind.CLOSE))
@@ -223,7 +223,7 @@ class FrontProcess:
 
     def abort(self, reason: str) -> None:
         """End all connections. All requests fail."""
-        self._watch.lose(StageLostError(reason))
+        self._watch.lose(ClosedError(reason))
 
     def join_threads(self) -> None:
         """Wait until the threads have ended, after the processes have, and close the connections.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
+from stagepack.errors import ClosedError, OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack_loaders.adapter_changes import AdapterChange
 from stagepack_loaders.base import ArrayOps, SharedObjects
@@ -356,7 +356,7 @@ class ProcessExecutor(JointStages, Executor):
 
     def _check_open(self) -> None:
         if self._is_closing.is_set():
-            raise StageLostError("the pipeline is closed")
+            raise ClosedError("the pipeline is closed")
 
     def _restart(self, lost: StageLostError) -> None:
         """Start all processes again, in a thread: the caller is a thread of the front that is lost."""

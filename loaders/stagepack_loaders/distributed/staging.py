@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import NotABundleError, StageLostError, repeated_error
+from stagepack.errors import ClosedError, NotABundleError, StageLostError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.opening import open_bundle, open_delta, with_deltas
@@ -104,7 +104,7 @@ class GroupStaging:
     def stage(self, description: VersionDescription) -> dict[int, VersionStaged]:
         """Have all processes load a version beside those that run; return what each reports, by rank, when all have."""
         if (store := self._members.store) is None:
-            raise StageLostError("the pipeline is closed")
+            raise ClosedError("the pipeline is closed")
         try:
             store.set(_key(description.number), msgspec.json.encode(description).decode())
         except DistError as error:
