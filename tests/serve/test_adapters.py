@@ -1,5 +1,6 @@
 """Adapters are loaded and unloaded while a server answers: by the repository API, by vLLM's, and from a folder."""
 
+import functools
 import json
 import random
 import shutil
@@ -18,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 import stagepack
 from tests.adapters.lora import adapted, write_lora
 from tests.adapters.models import make_model
+from tests.hostile.attack import run
 from tests.serve.local_server import LocalServer, local_server, serving
 from tests.serve.servers import AnyServer, Client, get, post, post_json, refused
 from tests.serve.version_models import export_scale
@@ -28,7 +30,7 @@ from tests.waiting import wait_until
 IDS = torch.tensor([[5, 9, 31, 7], [7, 8, 9, 3], [3, 3, 4, 1]])
 RANKS = {"bert.encoder.layer.0.attention.self.query": 4, "bert.encoder.layer.1.output.dense": 2, "classifier": 2}
 NAMES = ("formal", "casual", "third")
-EXPLICIT = ("--model-control", "explicit")
+EXPLICIT, POLL = ("--model-control", "explicit"), ("--model-control", "poll")
 
 
 class Made(NamedTuple):
@@ -88,14 +90,14 @@ def _post_text(server: AnyServer, path: str, fields: Any) -> tuple[int, str]:
     return answer.status_code, answer.text
 
 
-def ask(server: AnyServer, name: Any) -> Any:
+def ask(server: AnyServer, name: Any, model: str = "bert") -> Any:
     """The logits of a request that names an adapter, or why it is refused."""
     inputs = [
         {"name": input_name, "shape": list(IDS.shape), "datatype": "INT64", "data": array.tolist()}
         for input_name, array in (("input_ids", IDS), ("attention_mask", torch.ones_like(IDS)))
     ]
     fields = {} if name is None else {"parameters": {"adapter": name}}
-    status, answer = post_json(server, "/v2/models/bert/infer", inputs=inputs, **fields)
+    status, answer = post_json(server, f"/v2/models/{model}/infer", inputs=inputs, **fields)
     if status != 200:
         return status, answer["error"]
     return numpy.array(answer["outputs"][0]["data"], numpy.float32).reshape(len(IDS), -1)
@@ -105,7 +107,11 @@ def check(server: AnyServer, made: Made, *names: str) -> None:
     """Compare the answers of a server that has some adapters, and what it says of them."""
     for name in (None, *names):
         numpy.testing.assert_allclose(ask(server, name), made.answers[name], rtol=1e-6, atol=1e-6)
+    for name in names:
+        numpy.testing.assert_allclose(ask(server, None, name), made.answers[name], rtol=1e-6, atol=1e-6)
+        assert get(server.http, f"/v2/models/{name}")[1] == get(server.http, "/v2/models/bert")[1]
     for name in {*NAMES} - {*names}:
+        assert ask(server, None, name)[0] == get(server.http, f"/v2/models/{name}/ready")[0] == 404
         status, error = ask(server, name)
         assert (status, f"found {name!r}" in error) == (400, True), error
     entries = post(server.http, "/v2/repository/index", b"")[1]
@@ -257,6 +263,20 @@ def test_a_model_that_brings_an_adapter_with_the_name_of_a_model_is_refused(
         assert (status, "an adapter of bert: unload it first" in answer["error"]) == (400, True)
 
 
+def test_a_request_names_an_adapter_as_its_model(server: LocalServer, made: Made) -> None:
+    for name in ("formal", "casual"):
+        assert repository(server, name, "load")[0] == 200
+    assert "expected 'formal', which the request names as its model" in ask(server, "casual", "formal")[1]
+    assert [get(server.http, f"/v2/models/formal/versions/{number}/ready")[0] for number in (1, 2)] == [200, 404]
+    assert post(server.http, "/v2/repository/models/formal/update", b"{}")[0] >= 400
+    with Client("grpc", server) as client:
+        for name in ("formal", "casual"):
+            assert client.raw.is_model_ready(name)
+            assert client.config(name)["name"] == client.metadata(name)["name"] == "bert"
+            [found] = client.ask(name, {"input_ids": IDS.numpy(), "attention_mask": numpy.ones_like(IDS)}).values()
+            numpy.testing.assert_allclose(found, made.answers[name], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("option", ["--adapter", "--adapter-folder"])
 def test_an_adapter_of_several_entry_points_changes_in_all(option: str, tmp_path: Path) -> None:
     bundle = export(0, tmp_path / "autoencoder.stagepack")
@@ -276,7 +296,7 @@ def test_a_polled_folder_is_followed(made: Made, folder: Path) -> None:
     shutil.move(folder / "third", folder.parent / "third")
     (folder / "broken").mkdir()
     (folder / "broken" / "manifest.json").write_text("{}")
-    options = ("--adapter-folder", str(folder), "--model-control", "poll", "--poll-s", "0.1")
+    options = ("--adapter-folder", str(folder), *POLL, "--poll-s", "0.1")
     with local_server([made.bundle], *options) as server:
         numpy.testing.assert_allclose(ask(server, "formal"), made.answers["formal"], rtol=1e-6, atol=1e-6)
         shutil.move(folder.parent / "third", folder / "third")
@@ -321,15 +341,10 @@ def test_the_index_lists_models_while_the_folder_cannot_be_read(made: Made, serv
 
 
 def test_a_server_refuses_adapters_that_cannot_be_loaded_or_unloaded(made: Made, folder: Path) -> None:
-    assert "requires --model-control" in _usage(made.bundle, "--adapter-folder", folder)
-    for options in (("--adapter", folder / "formal"), ("--adapter-folder", folder, "--model-control", "poll")):
-        assert "takes no delta while adapters are loaded" in _usage(made.bundle, *options, "--watch-deltas", folder)
-
-
-def _usage(*arguments: object) -> str:
-    from tests.hostile.attack import run
-
-    return run("serve", *map(str, arguments)).output
+    serve = functools.partial(run, "serve", str(made.bundle))
+    assert "requires --model-control" in serve("--adapter-folder", str(folder)).output
+    for options in (("--adapter", str(folder / "formal")), ("--adapter-folder", str(folder), *POLL)):
+        assert "takes no delta while adapters are loaded" in serve(*options, "--watch-deltas", str(folder)).output
 
 
 class Load:

@@ -102,6 +102,11 @@ def test_adapters_are_models_of_openai_as_soon_as_they_are_loaded(server: LocalS
     assert listed() == {"llama": None, "other": "llama"}
     assert complete("first")[0] == 404
     assert ask(server, "other") == made.tokens["second"]
+    fields = {"input_ids": PROMPT, "max_tokens": NEW, "temperature": 0}
+    status, answer = post_json(server, "/v2/models/other/generate", **fields)
+    assert (status, answer["output_ids"], answer["model_name"]) == (200, made.tokens["second"], "llama")
+    assert post_json(server, "/v2/models/other/generate", **fields, adapter="first")[0] == 400
+    assert post_json(server, "/v2/models/first/generate", **fields)[0] == 404
 
 
 def test_texts_under_way_finish_with_their_adapter(server: LocalServer, made: Made) -> None:
@@ -230,6 +235,11 @@ def check_pair(folder: Path, bundle: Path, *options: str) -> None:
             assert ask(name) == expected[name]
             metadata = [json.loads(get(server.http, f"/v2/models/{model}")[1]) for model in ("pair", "pair_encode")]
             assert [fields["parameters"]["adapters"] for fields in metadata] == [[name], [name]]
+            entries = post(server.http, "/v2/repository/index", b"")[1]
+            ready = [entry["reason"] for entry in entries if (entry["name"], entry["state"]) == (name, "READY")]
+            assert [reason.removeprefix("adapter of ").split(", ") for reason in ready] == [["pair", "pair_encode"]]
+            status, answer = get(server.http, f"/v2/models/{name}")[:2]
+            assert (status, "name one of these models" in str(answer)) == (400, True)
             late = pool.submit(ask, name)
             change(server, name, "unload")
             assert texts[None].result() == expected[None]

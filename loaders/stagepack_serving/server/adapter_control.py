@@ -147,11 +147,11 @@ class AdapterControl:
 
         lists_others: also those that are not loaded.
         """
-        loaded = [
-            (name, model.version, "READY", f"adapter of {model.name}")
-            for model in self.control.models.serving
-            for name in model.adapters.names
-        ]
+        models_of: dict[tuple[str, str], list[str]] = {}
+        for model in self.control.models.serving:
+            for name in model.adapters.names:
+                models_of.setdefault((name, model.version), []).append(model.name)
+        loaded = [(*key, "READY", f"adapter of {', '.join(sorted(names))}") for key, names in models_of.items()]
         names = {name for name, _, _, _ in loaded} | {model.name for model in self.control.models.serving}
         others: Iterable[str] = self._refusals
         if lists_others:

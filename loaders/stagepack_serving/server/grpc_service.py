@@ -31,7 +31,12 @@ from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.model_registry import ModelRegistry
-from stagepack_serving.server.parameters import check_request_id, refuse_load_parameters, shorten_deadline
+from stagepack_serving.server.parameters import (
+    check_request_id,
+    named_adapter,
+    refuse_load_parameters,
+    shorten_deadline,
+)
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.security import TokenCheck
 
@@ -68,7 +73,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         return pb.ModelMetadataResponse(**metadata)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        return pb.ModelConfigResponse(config=self._models.find(request.name, request.version).config())
+        return pb.ModelConfigResponse(config=self._models.find_named(request.name, request.version).config())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         return pb.RepositoryIndexResponse(models=await self._control.index(ready_only=request.ready))
@@ -169,7 +174,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
     def _check_size(self, request: ParsedInference) -> None:
         """Refuse a request that is too large, before it is decoded."""
         try:
-            model = self._models.find(request.message.model_name, request.message.model_version)
+            model = self._models.find_named(request.message.model_name, request.message.model_version)
         except RequestError:
             return  # it is refused, and counted, when it is answered
         for extension in server_extensions():
@@ -186,6 +191,8 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 if (remaining_seconds := context.time_remaining()) is not None:
                     shorten_deadline(scope.deadline, remaining_seconds)
                 check_request_id(message.id)
+                for name, value in named_adapter(decode_parameters(message.parameters), scope.adapter).items():
+                    message.parameters[name].string_param = value
                 with scope.reserve_place(decode_parameters(message.parameters)) as model:
                     answers = (extension.grpc_answer(model, request) for extension in server_extensions())
                     if (answer := next(filter(None, answers), None)) is not None:
@@ -270,7 +277,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
     def _status(self, service: str) -> int:
         if service in _SERVER_SERVICES:
             is_ready = self._models.is_ready
-        elif service in {model.name for model in self._models.serving}:
+        elif service in {model.name for model in self._models.serving} | self._models.adapter_names.keys():
             is_ready = self._models.is_model_ready(service)
         else:
             return int(HealthCheckResponse.SERVICE_UNKNOWN)

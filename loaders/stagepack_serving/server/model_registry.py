@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.admission import Turns
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.metrics import BY_VERSION, Metrics, Timeline
+from stagepack_serving.server.metrics import Metrics, Timeline, version_metrics
 from stagepack_serving.server.parameters import boolean_parameter, seconds_left, shorten_deadline, timeout_parameter
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class ModelRegistry(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the loaded versions: asked at each scrape, they hold no version that is closed."""
-        yield from _version_metrics(self)
+        yield from version_metrics(self)
 
     @property
     def serving(self) -> list["ServedModel"]:
@@ -101,7 +100,7 @@ class ModelRegistry(Collector):
 
     def is_model_ready(self, model_name: str, version: str = "") -> bool:
         """Return whether a model answers requests."""
-        return not self.find(model_name, version).unavailable_reason() and not self.is_stopping
+        return not self.find_named(model_name, version).unavailable_reason() and not self.is_stopping
 
     def serve(self, models: Sequence["ServedModel"]) -> None:
         """Send requests to new versions."""
@@ -124,6 +123,21 @@ class ModelRegistry(Collector):
             ]
             if model.version not in [other.version for other in versions]:
                 self.metrics.remove_version(model.name, model.version)
+
+    def resolve(self, name: str) -> tuple[str, str | None]:
+        """Return the name of the model that a client names, and the adapter if it names the model by one of its adapters."""
+        if any(model not in self._retiring for model in self._versions.get(name, ())):
+            return name, None
+        holders = sorted({model.name for model in self.serving if name in model.adapters.names})
+        if len(holders) > 1:
+            raise BadRequestError(
+                f"{name:.100} is an adapter of {', '.join(holders)}: name one of these models, and the adapter in the parameter 'adapter'"
+            )
+        return (holders[0], name) if holders else (name, None)
+
+    def find_named(self, name: str, version: str) -> "ServedModel":
+        """Return a version that takes requests, of a model that is named by itself or by one of its adapters."""
+        return self.find(self.resolve(name)[0], version)
 
     def find(self, model_name: str, version: str) -> "ServedModel":
         """Return a version of a model that takes requests."""
@@ -150,11 +164,12 @@ class ModelRegistry(Collector):
 
     def metadata(self, model_name: str, version: str) -> dict[str, Any]:
         """Return the metadata of a version as the protocol defines it."""
-        model = self.find(model_name, version)
-        return model.metadata([other.version for other in self.serving if other.name == model_name])
+        model = self.find_named(model_name, version)
+        return model.metadata([other.version for other in self.serving if other.name == model.name])
 
     def statistics(self, model_name: str, version: str) -> dict[str, Any]:
         """Return the statistics of loaded versions, by Triton's statistics extension; an empty name means all models."""
+        model_name, _ = self.resolve(model_name)
         if model_name:
             self._check_version(model_name, version)
         return {
@@ -174,9 +189,15 @@ class ModelRegistry(Collector):
         deadline = asyncio.timeout(self.limits.deadline)
         self._deadlines.add(deadline)
         try:
+            model_name, adapter = self.resolve(model_name)
             self._versions_of(model_name)
             scope = RequestScope(
-                registry=self, model_name=model_name, version=version, deadline=deadline, timeline=timeline
+                registry=self,
+                model_name=model_name,
+                version=version,
+                adapter=adapter,
+                deadline=deadline,
+                timeline=timeline,
             )
             self._check_version(model_name, version)
             try:
@@ -281,6 +302,7 @@ class RequestScope:
     Attributes:
         version: the version that the request names; may be empty.
         deadline: when its answer must begin; the body may shorten it.
+        adapter: the adapter that it names as if it were a model.
         timeline: how long its parts take.
         model: the version that runs it, once it is chosen.
         has_begun: whether a part of its answer was sent.
@@ -291,6 +313,7 @@ class RequestScope:
     version: str
     deadline: asyncio.Timeout
     timeline: Timeline
+    adapter: str | None = None
     model: "ServedModel | None" = None
     has_begun: Callable[[], bool] = lambda: False
 
@@ -325,58 +348,3 @@ def _check_admission(models: Sequence["ServedModel"], seconds: float) -> None:
     """Refuse a request that has to be answered in so many seconds, if all of these versions refuse it."""
     if models and all(model.refuses(seconds) for model in models):
         models[-1].check_admission(seconds)
-
-
-def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
-    """What loaded versions are and hold, and what the processes of their stages report with their heartbeats.
-
-    While a version is replaced by another one of the same number, both are counted together.
-    """
-    pending, sequences, weights, runs, busy, sent, queue, texts, held, restarts = (
-        Counter[tuple[str, ...]]() for _ in range(10)
-    )
-    digests: dict[tuple[str, ...], int] = {}
-    for model in models:
-        labels = (model.name, model.version)
-        pending[labels] += model.admission.pending_requests
-        sequences[labels] += model.sequence_count
-        weights[labels] += model.weight_bytes
-        restarts[labels] += model.restart_count
-        digests[(*labels, model.bundle.digest)] = 1
-        for part in model.parts.values():
-            texts[labels] += part.text_count
-            held[labels] += part.held_tokens
-        for rank, status in model.process_statuses().items():
-            sent[(*labels, str(rank))] += status.sent_bytes
-            queue[(*labels, str(rank))] += status.pending_requests
-            for stage in status.stages:
-                runs[(*labels, str(stage.stage))] += stage.runs
-                busy[(*labels, str(stage.stage))] += stage.busy_seconds
-    yield _fill(GaugeMetricFamily, "pending_requests", "Requests that are not answered yet.", "", pending)
-    yield _fill(GaugeMetricFamily, "sequences", "Sequences whose state is kept.", "", sequences)
-    yield _fill(GaugeMetricFamily, "texts", "Texts that are generated, or wait for it.", "", texts)
-    yield _fill(GaugeMetricFamily, "cache_tokens", "Tokens that the cache of a decoder holds.", "", held)
-    yield _fill(GaugeMetricFamily, "weight_bytes", "Bytes of the weights of a loaded version.", "", weights)
-    yield _fill(
-        GaugeMetricFamily, "model_info", "1 for the digest of the bundle of a loaded version.", "digest", digests
-    )
-    yield _fill(CounterMetricFamily, "restarts", "How often the processes were started again.", "", restarts)
-    yield _fill(CounterMetricFamily, "stage_runs", "Runs of a stage.", "stage", runs)
-    yield _fill(CounterMetricFamily, "stage_busy_seconds", "Time that a stage has run.", "stage", busy)
-    yield _fill(CounterMetricFamily, "process_sent_bytes", "Bytes sent to other processes.", "process", sent)
-    yield _fill(GaugeMetricFamily, "process_queue", "Requests that wait for a process.", "process", queue)
-
-
-def _fill(
-    family_type: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    topic: str,
-    help_text: str,
-    further_label: str,
-    values: Mapping[tuple[str, ...], float],
-) -> Metric:
-    """A metric by version, and by one further label if it has a name."""
-    label_names = (*BY_VERSION, further_label) if further_label else BY_VERSION
-    family = family_type(f"stagepack_{topic}", help_text, labels=label_names)
-    for labels, value in values.items():
-        family.add_metric(labels, value)
-    return family

@@ -10,6 +10,8 @@ from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 
 _MAX_ID_LENGTH: Final = 1024  # characters
+# The parameter of a request that names its adapter.
+ADAPTER_PARAMETER: Final = "adapter"
 
 
 def check_request_id(request_id: Any) -> str:
@@ -55,6 +57,16 @@ def refuse_load_parameters(parameter_names: Iterable[str]) -> None:
         raise BadRequestError(f"expected no parameters, found {names}: a model is loaded as it is in the repository")
 
 
+def named_adapter(parameters: Mapping[str, Any], adapter: str | None) -> dict[str, Any]:
+    """Return what the parameters of a request say of its adapter, which it may name as if it were a model, too."""
+    if adapter is not None and parameters.get(ADAPTER_PARAMETER, adapter) != adapter:
+        found = f"{parameters[ADAPTER_PARAMETER]!r:.100}"
+        raise BadRequestError(
+            f"adapter: expected {adapter!r}, which the request names as its model, or none, found {found}"
+        )
+    return {} if adapter is None else {ADAPTER_PARAMETER: adapter}
+
+
 def check_requested_outputs(outputs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Check the outputs that a request names."""
     output_names = [output_name for output_name, _ in outputs]
@@ -96,6 +108,11 @@ class InferenceRequest:
     output_names: Sequence[str] | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     max_answer_bytes: int | None = None
+
+    @property
+    def adapter(self) -> Any:
+        """The adapter that it names, which is not checked."""
+        return self.parameters.get(ADAPTER_PARAMETER)
 
     def check_answer_bytes(self, byte_count: int) -> None:
         """Check the size of the outputs together."""

@@ -8,6 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.model_registry import ModelRegistry
+from stagepack_serving.server.parameters import named_adapter
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import (
     BINARY_HEADER,
@@ -52,6 +53,7 @@ class InferenceRoute:
                     len(body), decode_rest_request, body, header_value(request, BINARY_HEADER)
                 )
                 del body
+                header.parameters.update(named_adapter(header.parameters, request_scope.adapter))
                 with request_scope.reserve_place(header.parameters) as model:
                     check_output_parameters(header, model.interface)
                     inference = model.infer(inference_request, request_scope.deadline)

@@ -161,12 +161,12 @@ def _model_endpoints(models: ModelRegistry, path: str) -> list[Endpoint]:
         return models.is_model_ready(*requested_model(request))
 
     def metadata(request: Request) -> Any:
-        names = models.find(*requested_model(request)).adapters.names
+        names = models.find_named(*requested_model(request)).adapters.names
         adapters = {"parameters": {"adapters": names}} if names else {}
         return models.metadata(*requested_model(request)) | adapters
 
     def config(request: Request) -> Any:
-        return message_fields(models.find(*requested_model(request)).config())
+        return message_fields(models.find_named(*requested_model(request)).config())
 
     def statistics(request: Request) -> Any:
         return models.statistics(*requested_model(request))

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -32,8 +32,6 @@ from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 
 _LOG = logging.getLogger("stagepack.serve")
-# The parameter of a request that names its adapter.
-ADAPTER_PARAMETER: Final = "adapter"
 
 
 def _run_example(pipeline: CallablePipeline, *, check: bool) -> None:
@@ -207,12 +205,11 @@ class ServedModel:
         self._check_availability()
         call = self._build_call(request)
         call.expiry = time.monotonic() + seconds_left(deadline)
-        adapter = request.parameters.get(ADAPTER_PARAMETER)
         if self._sequences is None:
-            arrays = await self._run(call, adapter)
+            arrays = await self._run(call, request.adapter)
         else:
             async with self._sequences.turn(*sequence_parameters(request.parameters)) as call.sequence:
-                arrays = await self._run(call, adapter)
+                arrays = await self._run(call, request.adapter)
         output_names = self.interface.outputs if request.output_names is None else request.output_names
         outputs = [
             InferenceTensor(

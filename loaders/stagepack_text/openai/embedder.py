@@ -19,8 +19,8 @@ from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.access_log import current_record, weight_fields
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.model_part import ModelPart
-from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
-from stagepack_serving.server.served_model import ADAPTER_PARAMETER, ServedModel
+from stagepack_serving.server.parameters import ADAPTER_PARAMETER, InferenceRequest, InferenceTensor
+from stagepack_serving.server.served_model import ServedModel
 from stagepack_text.embeddings import (
     IDS_INPUT,
     PROMPTS_FILE,

@@ -16,7 +16,7 @@ from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import BadRequestError
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.openapi import INFERENCE_REFUSALS, MODEL_PATHS, Endpoint
-from stagepack_serving.server.parameters import check_request_id, shorten_deadline, timeout_parameter
+from stagepack_serving.server.parameters import check_request_id, named_adapter, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 from stagepack_serving.server.rest_request import decode_text_request, requested_model
 from stagepack_serving.server.served_model import ServedModel
@@ -49,10 +49,9 @@ class GenerateRoute(TextRoute):
     async def _begin(self, request: Request) -> AsyncIterator[tuple[RequestScope, _Fields]]:
         async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
             request_scope.check_admission()
-            yield (
-                request_scope,
-                await decode_text_request(request, self._models.limits.max_request_bytes, _decode_fields),
-            )
+            fields = await decode_text_request(request, self._models.limits.max_request_bytes, _decode_fields)
+            fields.parameters.update(named_adapter(fields.parameters, request_scope.adapter))
+            yield request_scope, fields
 
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
