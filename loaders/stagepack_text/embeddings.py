@@ -23,7 +23,7 @@ from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.decoders import largest_size
 from stagepack_loaders.elements import ELEMENT_DTYPES, Array
-from stagepack_text.prompts import TOKENIZER_FILE, adapter_of, check_adapters, read_tokenizer
+from stagepack_text.prompts import TOKENIZER_FILE, adapter_of, check_adapter_count, read_tokenizer
 from stagepack_text.token_texts import tokenizer_errors
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def encode(
     """Embed texts; see `CallablePipeline.encode`."""
     reader = _text_reader(pipeline.bundle)
     rows = _listed(sentences)
-    check_adapters(adapter, len(rows))
+    check_adapter_count(adapter, len(rows))
     if batch_size < 1:
         raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
     prompt = reader.settings.prompt(prompt_name) if prompt is None else prompt

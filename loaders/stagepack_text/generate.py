@@ -23,7 +23,7 @@ from stagepack_text.prompts import (
     TOKENIZER_FILE,
     Prompts,
     adapter_of,
-    check_adapters,
+    check_adapter_count,
     check_tokens,
     named_inputs,
     read_prompts,
@@ -93,7 +93,7 @@ def generate(
     text_count = _sequence_count(chosen_settings)
     repeated = prompts.repeat(text_count)
     encoder_adapter = adapter
-    check_adapters(adapter, len(prompts.tokens))
+    check_adapter_count(adapter, len(prompts.tokens))
     if isinstance(adapter, list | tuple):
         adapter = [name for name in adapter for _ in range(text_count)]
     stop_strings = _stop_strings(decoder.bundle, prompts, chosen_settings)

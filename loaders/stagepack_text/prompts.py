@@ -127,7 +127,7 @@ def read_tokenizer(bundle: Bundle, *, cuts_and_pads: bool = False) -> "Tokenizer
     return tokenizer
 
 
-def check_adapters(adapter: Any, text_count: int) -> None:
+def check_adapter_count(adapter: Any, text_count: int) -> None:
     """Check that a list of adapters has one for each text."""
     if isinstance(adapter, list | tuple) and len(adapter) != text_count:
         raise InputError(
