@@ -21,10 +21,12 @@ from stagepack_loaders.options import (
     AdapterSources,
     Compile,
     LoadOptions,
+    PlacementOptions,
     Verify,
     adapter_list,
     device_list,
 )
+from stagepack_loaders.placement import check_joint_memory
 from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.update_sources import WeightSource
@@ -225,6 +227,11 @@ def load_entry_points(
     stream: bool = False,
     adapters: AdapterSources = None,
     limits: Limits | None = None,
+    memory: Sequence[int | str] = (),
+    speeds: Sequence[float] = (),
+    profiles: Sequence[str] = (),
+    links: Sequence[str] = (),
+    stages_per_device: Sequence[int] = (),
 ) -> EntryPointPipelines:
     """Load all entry points of a bundle into this process.
 
@@ -248,6 +255,11 @@ def load_entry_points(
         adapters: see `stagepack.load`. Each entry point runs the part of an adapter that changes its weights: give calls that belong
             together the same one.
         limits: see `stagepack.load`; without `stall_seconds`.
+        memory: see `stagepack.load`. All entry points together fit into it, where weights that several of them use count once.
+        speeds: see `stagepack.load`.
+        profiles: see `stagepack.load`.
+        links: see `stagepack.load`.
+        stages_per_device: see `stagepack.load`; for each entry point.
 
     Returns:
         The pipelines by the name of the entry point, also as attributes.
@@ -280,6 +292,9 @@ def load_entry_points(
         compile=compile,
         stream=stream,
         adapters=pinned_adapters(opened_bundle, adapter_list(adapters), require_signature),
+        placement=PlacementOptions(
+            memory=memory, speeds=speeds, profiles=profiles, links=links, stages_per_device=stages_per_device
+        ),
     )
     options_of_name = {
         name: structs.replace(options, devices=device_list(devices_of_name.get(name), device)) for name in names
@@ -294,6 +309,7 @@ def load_each_entry_point(
     bundle: Bundle, options: Mapping[str, LoadOptions], types: Collection[type], limits: Limits
 ) -> EntryPointPipelines:
     """Load entry points together, each with its options, by name."""
+    check_joint_memory(bundle, options)
     shared, pipelines = SharedObjects(), {}
     for name, options_of_name in options.items():
         selected = bundle.select(name)

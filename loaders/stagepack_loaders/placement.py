@@ -2,19 +2,23 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from msgspec import structs
 
-from stagepack.errors import OptionError
+from stagepack.errors import DeviceError, OptionError
 from stagepack.format.manifest import EntryPoint
+from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import format_names
 from stagepack.named_adapters import with_adapters
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack.partition.links import parse_links
-from stagepack.partition.placement import Placement, equal_shares, place
+from stagepack.partition.placement import PlacedPart, Placement, equal_shares, place
+from stagepack.partition.shared_weights import most_weight_bytes
 from stagepack.partition.target_devices import TargetDevice, described_devices, devices_of_processes, divided_cpus
 from stagepack_loaders.options import AUTO, LoadOptions, PlacementOptions
 from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
@@ -88,6 +92,33 @@ def place_bundle(
         processes=tuple(processes[number] for number in firsts),
         chosen=chosen,
     )
+
+
+def check_joint_memory(bundle: Bundle, options_of_name: Mapping[str, LoadOptions]) -> None:
+    """Refuse entry points, each with its options, that do not fit together into the memory of a device; what they share counts once."""
+    parts_of_device: dict[tuple[int, TargetDevice], dict[str, PlacedPart]] = {}
+    for name, options in options_of_name.items():
+        chosen = place_bundle(bundle.select(name), options).chosen
+        used = [] if chosen is None else [number for number, count in enumerate(chosen.stages_per_device) if count]
+        for number, part in zip(used, () if chosen is None else chosen.parts, strict=True):
+            parts_of_device.setdefault((number, part.device), {})[name] = part
+    for (_, device), parts in parts_of_device.items():
+        needed = sum(part.memory for part in parts.values()) - _repeated_bytes(bundle, parts)
+        if device.memory_limit is not None and needed > device.memory_limit:
+            raise DeviceError(
+                f"memory: the entry points {format_names(list(parts))} need {format_bytes(needed)} together, and {device} has "
+                f"{format_bytes(device.memory_limit)}: give it more memory, or load fewer of them"
+            )
+
+
+def _repeated_bytes(bundle: Bundle, parts: Mapping[str, PlacedPart]) -> int:
+    """The bytes of the weight files that several entry points read, which are in memory once, as often as they count again."""
+    readers = Counter(
+        file_name
+        for name, part in parts.items()
+        for file_name in {file for number in part.stages for file in bundle.select(name).stages[number].weights}
+    )
+    return sum((count - 1) * most_weight_bytes(bundle.files[file_name]) for file_name, count in readers.items())
 
 
 def of_processes(options: LoadOptions, process_count: int, left: Sequence[int]) -> LoadOptions:

@@ -10,6 +10,11 @@ from stagepack.partition.solver import SharedCost
 _LEAST_HEADER_BYTES = 64
 
 
+def most_weight_bytes(file: File) -> int:
+    """Return the bytes that the tensors of a weight file have at the most."""
+    return max(0, file.size - _LEAST_HEADER_BYTES)
+
+
 def weight_costs(entry_point: EntryPoint, files: Iterable[File]) -> Iterator[SharedCost]:
     """Yield the bytes of the weights that only one stage uses, and those of each file that several stages read.
 
@@ -18,7 +23,7 @@ def weight_costs(entry_point: EntryPoint, files: Iterable[File]) -> Iterator[Sha
 
     files: those of the bundle. Without them, each stage counts the weights that it shares.
     """
-    file_sizes = {file.name: max(0, file.size - _LEAST_HEADER_BYTES) for file in files}
+    file_sizes = {file.name: most_weight_bytes(file) for file in files}
     stages_of_file: dict[str, list[int]] = {}
     for stage_number, stage in enumerate(entry_point.stages):
         for file_name in stage.weights:

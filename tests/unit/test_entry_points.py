@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import CaptureError, EntryPointError, OptionError
+from stagepack.errors import CaptureError, DeviceError, EntryPointError, OptionError
 from stagepack.roads.compare import compare_bundles
 from stagepack.roads.replace import replace_weights
 from tests.distributed.forked_processes import forked_launches
@@ -357,3 +357,12 @@ def test_a_module_may_be_called_model(tmp_path: Path) -> None:
     inputs = {"enlarge": stagepack.Inputs(args=(torch.ones(1, 3),))}
     bundle = stagepack.export(Outer(), entry_points=inputs, out=tmp_path / "m.stagepack")
     assert [entry_point.name for entry_point in bundle.entry_points] == ["enlarge"]
+
+
+def test_entry_points_are_counted_together_in_the_memory_of_a_device(bundle: stagepack.Bundle) -> None:
+    names = [entry_point.name for entry_point in bundle.entry_points]
+    alone = [stagepack.load(bundle.select(name), memory=["1GB"]).placement.parts[0].memory for name in names]
+    with pytest.raises(DeviceError, match=r"memory: the entry points .* together, and cpu has .*: give it more memory"):
+        stagepack.load_entry_points(bundle, memory=[max(alone)])
+    pipelines = stagepack.load_entry_points(bundle, memory=[sum(alone)])
+    assert [len(pipelines[name].stages) for name in names] == [1] * len(names)
