@@ -1,5 +1,6 @@
 """What runs the stages of a loaded bundle on values that are known to fit: `Executor`, and the one whose stages are in this process."""
 
+# Long because the documentation of the abstract executor is.
 import itertools
 import threading
 import time
@@ -184,11 +185,7 @@ class Executor(ABC):
         return {}
 
     def check_open(self) -> None:
-        """Refuse to do anything when the executor is closed.
-
-        Raises:
-            ClosedError: it is.
-        """
+        """Raise `ClosedError` if the executor is closed."""
         if isinstance(self.lost, ClosedError):
             raise repeated_error(self.lost)
 

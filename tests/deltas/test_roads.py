@@ -2,6 +2,7 @@
 
 import contextlib
 import filecmp
+import itertools
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +75,34 @@ def test_processes_load_the_composed_bundle(versions: Versions) -> None:
     deltas = [versions.a_to_b, versions.b_to_c]
     with torch.no_grad(), stagepack.load(versions.a, deltas=deltas, processes=2) as pipeline:
         assert torch.equal(pipeline(x), versions.model("c")(x))
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"copy": True},
+    {"stream": True},
+    {"device_memory": "1GiB"},
+    {"verify": "off"},
+    {"verify": "manifest"},
+    {"adapters": []},
+    {"stages_per_device": [3], "devices": ["cpu"]},
+)
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(OPTIONS, 1), *itertools.combinations(OPTIONS, 2)])
+def test_no_option_of_a_load_loses_the_deltas(versions: Versions, pair: tuple[dict[str, Any], ...]) -> None:
+    options = {name: value for option in pair for name, value in option.items()}
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    deltas = [versions.a_to_b, versions.b_to_c]
+    for bundle, chain in ((versions.a, deltas), (stagepack.open(versions.a, deltas=deltas), [])):
+        try:
+            pipeline = stagepack.load(bundle, deltas=chain, **options)
+        except OptionError as error:
+            assert "leave out one of them" in str(error)  # noqa: PT017 - right or refused
+            continue
+        with torch.no_grad():
+            assert torch.equal(pipeline(x), versions.model("c")(x))
+    with pytest.raises(OptionError, match="give all deltas in one call"):
+        stagepack.load(stagepack.open(versions.a, deltas=deltas[:1]), deltas=deltas[1:])
 
 
 def test_one_stage_is_loaded_with_deltas(versions: Versions) -> None:
