@@ -42,12 +42,7 @@ class FileRead:
     patch: FilePatch | None = None
 
     def fill(self, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes of the file from `start` on; see `Fill`.
-
-        Raises:
-            DigestError: the file was cut short, or cannot be read (D1).
-            FormatError: what changes the bytes is damaged.
-        """
+        """Fill memory with the bytes of the file from `start` on; see `Fill`. `DigestError` if it is cut short or cannot be read (D1)."""
         try:
             self.fill_raw(start, memory)
         except (EOFError, OSError) as error:
