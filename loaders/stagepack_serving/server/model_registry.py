@@ -15,8 +15,9 @@ from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.admission import Turns
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.metrics import Metrics, Timeline, version_metrics
+from stagepack_serving.server.metrics import Metrics, Timeline
 from stagepack_serving.server.parameters import boolean_parameter, seconds_left, shorten_deadline, timeout_parameter
+from stagepack_serving.server.version_metrics import version_metrics
 
 if TYPE_CHECKING:
     from stagepack_serving.server.served_model import ServedModel
