@@ -328,8 +328,7 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
     strides_offsets = list(
         itertools.accumulate(word_counts, lambda offset, words: offset + words * WORD_BYTES, initial=first_offset)
     )
-    offset = strides_offsets.pop()
-    inline_bytes = 0
+    offset, inline_bytes = strides_offsets.pop(), 0
     layouts: list[ValueLayout] = []
     for edge, shape, strides_offset in zip(edges, shapes, strides_offsets, strict=True):
         byte_count = 0 if shape is None else _byte_count(edge, shape)
