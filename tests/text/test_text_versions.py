@@ -150,3 +150,32 @@ def test_answers_of_openai_name_their_version(server: LocalServer, versions: lis
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {")]
         assert stream.headers["x-model-version"] == digest
     assert {json.loads(line)["weight_version"] for line in lines} == {digest}
+
+
+def test_each_text_of_an_answer_names_its_version(
+    server: LocalServer, expected: dict[str, dict[int, list[int]]]
+) -> None:
+    prompts = [[first, *TOKENS] for first in range(2, 14)]  # more than the rows of the cache
+    body = {"model": MODEL, "prompt": prompts, "max_tokens": NEW, "temperature": 0, "logprobs": 0}
+    has_ended, end_time, is_mixed = threading.Event(), time.monotonic() + 60, False
+
+    def change() -> None:
+        number = 0
+        while not has_ended.is_set():
+            number += 1
+            update(server, str(number % 2))
+
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        try:
+            while not is_mixed:
+                assert time.monotonic() < end_time
+                status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
+                assert status == 200, answer
+                for first, choice in enumerate(answer["choices"], 2):
+                    tokens = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+                    assert tokens == expected[choice.get("weight_version", answer["weight_version"])][first]
+                is_mixed = len({choice.get("weight_version") for choice in answer["choices"]}) > 1
+        finally:
+            has_ended.set()
+        changing.result()

@@ -35,6 +35,7 @@ class TextChoice:
         text: the text so far: an echo of the prompt, and what was generated.
         token_count: how many tokens were generated.
         finish_reason: why the text ends; None while it goes on.
+        weight_version: the name of the version of the weights that it was generated with; None without a token.
     """
 
     def __init__(self, answer: "TextAnswer", index: int) -> None:
@@ -47,6 +48,7 @@ class TextChoice:
         self.text = ""
         self.token_count = 0
         self.finish_reason: str | None = None
+        self.weight_version: str | None = None
 
     def echo(self, text: str, tokens: Iterable[ScoredToken]) -> None:
         """Begin the text with the prompt."""
@@ -61,6 +63,7 @@ class TextChoice:
         self.token_count += 1
         self.text += part.text
         self.finish_reason = part.finish_reason
+        self.weight_version = None if part.weights is None else part.weights.name
         text_format = self._answer.text_format
         ends_text = part.finish_reason == "stop" and text_format is not None and text_format.is_special(part.token)
         if part.logprobs is not None and not ends_text:
@@ -144,14 +147,17 @@ class TextAnswer:
         id_prefix = "chatcmpl" if self.is_chat else "cmpl"
         self._heading = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": fields.model}
 
-    def whole(self, choices: Iterable[TextChoice], usage: dict[str, int]) -> dict[str, Any]:
-        """Return the whole answer."""
+    def whole(self, choices: Sequence[TextChoice], usage: dict[str, int]) -> dict[str, Any]:
+        """Return the whole answer. Each choice names its version of the weights if an update came between them."""
         object_name = "chat.completion" if self.is_chat else "text_completion"
+        is_mixed = len({choice.weight_version for choice in choices}) > 1
         return {
             **self._heading,
             **weight_fields(),
             "object": object_name,
-            "choices": [choice.whole() for choice in choices],
+            "choices": [
+                choice.whole() | ({"weight_version": choice.weight_version} if is_mixed else {}) for choice in choices
+            ],
             "usage": usage,
         }
 
