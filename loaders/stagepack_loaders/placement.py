@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from stagepack.errors import DeviceError, OptionError
+from stagepack.errors import DeviceError, OptionError, named_errors
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
@@ -98,7 +98,9 @@ def check_joint_memory(bundle: Bundle, options_of_name: Mapping[str, LoadOptions
     """Refuse entry points, each with its options, that do not fit together into the memory of a device; what they share counts once."""
     parts_of_device: dict[tuple[int, TargetDevice], dict[str, PlacedPart]] = {}
     for name, options in options_of_name.items():
-        chosen = place_bundle(bundle.select(name), options).chosen
+        selected = bundle.select(name)
+        with named_errors(selected.location):
+            chosen = place_bundle(selected, options).chosen
         used = [] if chosen is None else [number for number, count in enumerate(chosen.stages_per_device) if count]
         for number, part in zip(used, () if chosen is None else chosen.parts, strict=True):
             parts_of_device.setdefault((number, part.device), {})[name] = part

@@ -134,7 +134,7 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_changes(pipeline: Any, mad
         (pipeline.load_adapter, (made.folder / "b", "../b"), OptionError, "expected a name of letters"),
         (pipeline.load_adapter, (made.bundle,), OptionError, "expected the folder or URL of an adapter, found"),
         (pipeline.unload_adapter, ("b",), AdapterError, "expected one of a, found 'b'"),
-        (pipeline.unload_adapter, (None,), AdapterError, "expected one of a, found None"),
+        (pipeline.unload_adapter, (None,), AdapterError, "expected the name of an adapter, found NoneType: None"),
         (pipeline.update, (made.bundle,), UpdateError, "expected a pipeline without adapters, found a"),
     ]
     for method, arguments, error_type, says in refusals:

@@ -43,10 +43,10 @@ def test_draws_have_the_chances_that_they_are_given(dtype: torch.dtype, tmp_path
     pipe = stagepack.load(added.bundle, runtime="onnxruntime")
     for chance in (0.0, 0.1, 0.9, 1.0):
         answers = pipe(torch.full((100_000,), chance, dtype=dtype))
-        # 0.01 is at least 6 standard errors, and 0 and 1 are no chances.
+        # At least 5 standard errors: those of normal numbers are the largest.
         for answer, mean in zip(answers, (chance, 0.2, chance, 1.0, 0.5, chance), strict=True):
             assert answer.dtype == dtype
-            assert abs(float(answer.mean()) - mean) < (0.01 if 0 < mean < 1 or answer is answers[3] else 0.03)
+            assert abs(float(answer.mean()) - mean) < (0.03 if answer is answers[5] else 0.01)
         assert chance in (0.1, 0.9) or bool((answers[0] == chance).all())
     assert [tuple(answer.shape) for answer in pipe(torch.empty(0, dtype=dtype))] == [(0,)] * 6
 
