@@ -154,10 +154,8 @@ def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: 
     return distinct_elements.expand(tuple(shape))
 
 
-def large_row_major(memory: torch.Tensor, edge: Edge, shape: Sequence[int]) -> Any:
-    """Return a row-major tensor on its bytes, as `from_bytes` does for any strides; or a number that the head has no room for."""
-    if edge.dtype in SCALAR_DTYPES:
-        return from_bytes(memory, edge, shape, ())
+def large_row_major(memory: torch.Tensor, edge: Edge, shape: Sequence[int]) -> torch.Tensor:
+    """Return a row-major tensor on its bytes, as `from_bytes` does for any strides."""
     return memory.view(_TENSOR_DTYPES[edge.dtype]).view(tuple(shape))
 
 
