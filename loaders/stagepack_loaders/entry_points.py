@@ -10,7 +10,7 @@ from stagepack.errors import EntryPointError, InputError, OptionError, named_err
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.named_adapters import pinned_adapters
-from stagepack.opening import AdapterSource, BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
+from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import SharedObjects
 from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.decoders import ENCODER_NAME, generating_entry_point
@@ -26,10 +26,9 @@ from stagepack_loaders.options import (
     adapter_list,
     device_list,
 )
+from stagepack_loaders.pipeline_versions import PipelineVersions
 from stagepack_loaders.placement import check_joint_memory
 from stagepack_loaders.preparation import open_for_loading
-from stagepack_loaders.update_report import UpdateReport
-from stagepack_loaders.update_sources import WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -37,123 +36,23 @@ if TYPE_CHECKING:
     Devices = str | torch.device | Sequence[str | torch.device]
 
 
-class EntryPointPipelines(Mapping[str, Pipeline]):
+class EntryPointPipelines(PipelineVersions, Mapping[str, Pipeline]):
     """The entry points of a bundle as pipelines, by name: ``pipelines.encode(x)`` or ``pipelines["encode"](x)``.
 
-    All of them have the weights of one version; an update, of one or of all, is an update of all.
+    All of them have the weights and adapters of one version: a change of one, or of all, is one of all, between the same two calls. What
+    they share is read once.
     """
 
     def __init__(self, pipelines: Mapping[str, Pipeline]) -> None:
         self._pipelines = dict(pipelines)
+        self.executor = next(iter(self._pipelines.values())).executor
 
     @property
     def bundle(self) -> Bundle:
         """The bundle of the newest version."""
-        bundle = copy_of(self._any.bundle.stored)
+        bundle = copy_of(self.executor.bundle.stored)
         bundle.selected = bundle.entry_points[0] if len(bundle.entry_points) == 1 else None
         return bundle
-
-    @property
-    def version(self) -> str:
-        """The name of the version of the weights that calls to come run on; see `CallablePipeline.version`."""
-        return self._any.version
-
-    @property
-    def _any(self) -> Pipeline:
-        return next(iter(self._pipelines.values()))
-
-    def update(
-        self,
-        source: WeightSource,
-        *,
-        version: str | None = None,
-        keep_previous: bool = False,
-        require_signature: TrustedSigners | None = None,
-    ) -> UpdateReport:
-        """Take the weights of another bundle, or of deltas on the one that runs, while calls go on; see `CallablePipeline.update`.
-
-        All entry points switch between the same two calls. Weights that they share are read once.
-
-        Args:
-            source: see `CallablePipeline.update`.
-            version: see `CallablePipeline.update`.
-            keep_previous: see `CallablePipeline.update`.
-            require_signature: see `CallablePipeline.update`.
-
-        Returns:
-            The names of the versions, and how long each part took.
-
-        Raises:
-            UpdateError, StagepackError: see `CallablePipeline.update`; all entry points go on with the version that runs.
-
-        Examples:
-            >>> translator = stagepack.load_entry_points("step-1.stagepack")
-            >>> translator.update("step-2.delta", version="step 2").version
-            'step 2'
-        """
-        return self._any.update(
-            source, version=version, keep_previous=keep_previous, require_signature=require_signature
-        )
-
-    def rollback(self, *, keep_previous: bool = False) -> UpdateReport:
-        """Go back to the version before the last update; see `CallablePipeline.rollback`.
-
-        Args:
-            keep_previous: see `CallablePipeline.rollback`.
-
-        Returns:
-            The names of the versions, and how long each part took.
-
-        Raises:
-            UpdateError: see `CallablePipeline.rollback`.
-        """
-        return self._any.rollback(keep_previous=keep_previous)
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that calls to come may choose, at each entry point."""
-        return self._any.adapters
-
-    def load_adapter(
-        self,
-        adapter: AdapterSource,
-        name: str | None = None,
-        *,
-        replace: bool = False,
-        require_signature: TrustedSigners | None = None,
-    ) -> str:
-        """Take one more adapter at all entry points while calls go on; see `CallablePipeline.load_adapter`.
-
-        Args:
-            adapter: see `CallablePipeline.load_adapter`.
-            name: see `CallablePipeline.load_adapter`.
-            replace: see `CallablePipeline.load_adapter`.
-            require_signature: see `CallablePipeline.load_adapter`.
-
-        Returns:
-            Its name.
-
-        Raises:
-            StagepackError: see `CallablePipeline.load_adapter`; no entry point has the adapter.
-
-        Examples:
-            >>> translator = stagepack.load_entry_points("t5.stagepack", adapters=[])
-            >>> translator.load_adapter("./formal")
-            'formal'
-            >>> tokens = translator.generate(input_ids, adapter="formal")
-        """
-        return self._any.load_adapter(adapter, name, replace=replace, require_signature=require_signature)
-
-    def unload_adapter(self, name: str) -> None:
-        """Let an adapter go at all entry points; see `CallablePipeline.unload_adapter`.
-
-        Args:
-            name: its name.
-
-        Raises:
-            AdapterError: see `CallablePipeline.unload_adapter`.
-        """
-        self._any.unload_adapter(name)
 
     def __repr__(self) -> str:
         """The bundle, and the names of the entry points."""
@@ -300,7 +199,7 @@ def load_entry_points(
         name: structs.replace(options, devices=device_list(devices_of_name.get(name), device)) for name in names
     }
     pipelines = load_each_entry_point(opened_bundle, options_of_name, types, limits)
-    for pipeline in pipelines.values():
+    for pipeline in (pipelines, *pipelines.values()):
         pipeline.trusted_signers = require_signature
     return pipelines
 
